@@ -1,0 +1,161 @@
+"""Seams of the admission guard: the doors of both nodes and everything that aborts a request behind them."""
+
+from __future__ import annotations
+
+from sglang_pd_guard.bindings import node as nodes
+from sglang_pd_guard.bindings.node import FAULT, Node, verdict_of
+from sglang_pd_guard.guards.admission import Verdict
+
+
+def guarded_room(req) -> int | None:
+    """The bootstrap room of a request whose KV really is transferred; None for health checks and warm-up."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    return None if req.bootstrap_host == FAKE_BOOTSTRAP_HOST else req.bootstrap_room
+
+
+def prefill_door(original, queue, req, num_kv_heads):
+    node = nodes.current()
+    node.at_door = req
+    if guarded_room(req) is None:
+        return original(queue, req, num_kv_heads)
+    if _rejected(node, "prefill_door", req):
+        return _retire(node, queue.scheduler, req)
+    original(queue, req, num_kv_heads)
+    sender = getattr(req, "disagg_kv_sender", None)
+    if sender is None or verdict_of(req) is not None:
+        return None  # SGLang refused it in between: prepare_abort has told decode
+    with node.shield("prefill_door", req) as fault:
+        node.track(req.bootstrap_room, sender)
+        peer_verdict = node.admissions.admit(req.bootstrap_room)
+        if peer_verdict is not None and node.settings.enforcing:
+            node.telemetry.peer_refusal("received", req.bootstrap_room, peer_verdict.status)
+            node.fail_live(req.bootstrap_room, sender, peer_verdict)
+    if fault[0]:
+        sender.abort()
+    return None
+
+
+def decode_door(original, queue, req, *args, **kwargs):
+    node = nodes.current()
+    node.at_door = req
+    resumed = any(args) or any(kwargs.values())  # is_retracted, is_rebootstrap: it has been admitted before
+    if guarded_room(req) is None or resumed:
+        return original(queue, req, *args, **kwargs)
+    if _rejected(node, "decode_door", req):
+        return _retire(node, queue.scheduler, req)
+    return original(queue, req, *args, **kwargs)
+
+
+def _rejected(node: Node, seam: str, req) -> bool:
+    """Whether the request at the door carries a verdict already; its peer has been told then."""
+    with node.shield(seam, req) as fault:
+        verdict = verdict_of(req)
+        if verdict is None or _holds_resources(req):
+            return False
+        node.refused(req, verdict, "unadmitted")
+        return node.settings.enforcing
+    if fault[0]:
+        _give_verdict(req, FAULT)
+    return fault[0]
+
+
+def _holds_resources(req) -> bool:
+    """A preempted or resumed request with an abort pending: its queue owns what it still holds."""
+    kv = getattr(req, "kv", None)
+    return bool(
+        req.is_retracted
+        or getattr(req, "req_pool_idx", None) is not None
+        or getattr(kv, "holds_kv", False)
+        or getattr(kv, "req_pool_idx", None) is not None
+    )
+
+
+def _give_verdict(req, verdict: Verdict) -> None:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.to_finish = FINISH_ABORT(verdict.message, verdict.status, verdict.err_type)
+
+
+def _retire(node: Node, scheduler, req) -> None:
+    """Answers the client of a request that owns nothing, with the verdict it carries."""
+    if hasattr(scheduler, "retire_unadmitted_request"):  # 0.5.21 and later
+        scheduler.retire_unadmitted_request(req)
+        return
+    session = getattr(req, "session", None)
+    if session is not None and getattr(session, "streaming", False):
+        session.abort_req()
+        req.session = None
+    if hasattr(scheduler, "_release_aborted_request"):  # 0.5.20
+        scheduler._release_aborted_request(req)
+    elif getattr(scheduler, "enable_hicache_storage", False):
+        scheduler.tree_cache.release_aborted_request(req.rid)
+    (req.update_finish_state if hasattr(req, "update_finish_state") else req.check_finished)()
+    stream = getattr(scheduler, "output_streamer", scheduler).stream_output
+    stream([req], req.return_logprob)
+
+
+def add_request(original, scheduler, req, *args, **kwargs):
+    node = nodes.current()
+    node.at_door = None
+    original(scheduler, req, *args, **kwargs)
+    if node.at_door is req or guarded_room(req) is None:
+        return
+    with node.shield("add_request", req):
+        verdict = verdict_of(req) or Verdict(
+            503, f"The {node.role} node refused this request before admission; its own answer says why."
+        )
+        node.refused(req, verdict, "unadmitted")
+
+
+def prepare_abort(original, req, error_message, status_code=None):
+    node = nodes.current()
+    room = guarded_room(req)
+    if room is None:
+        return original(req, error_message, status_code)
+    peer_verdict = None
+    with node.shield("prepare_abort", req):
+        peer_verdict = node.admissions.take_peer_verdict(room) if node.settings.enforcing else None
+    if peer_verdict is not None:
+        original(req, peer_verdict.message, peer_verdict.status)
+        req.finished_reason.err_type = peer_verdict.err_type
+        return None
+    original(req, error_message, status_code)
+    with node.shield("prepare_abort", req):
+        node.refused(req, verdict_of(req), "aborted")
+    return None
+
+
+def sender_abort(original, sender):
+    node = nodes.current()
+    with node.shield("sender_abort", room=sender.bootstrap_room):
+        room = sender.bootstrap_room
+        # prepare_abort and retire_aborted_result know the reason and were faster, or will repeat it.
+        if node.settings.enforcing and node.admissions.refused(room) is None and node.live(room) is sender:
+            node.refuse_room(room, Verdict(500, "The request was aborted on the prefill node."), sender)
+    return original(sender)
+
+
+def retire_aborted_result(original, scheduler, req):
+    node = nodes.current()
+    if guarded_room(req) is not None:
+        with node.shield("retire_aborted_result", req):
+            node.refused(req, verdict_of(req) or FAULT, "forward")
+    return original(scheduler, req)
+
+
+def send_kv_chunk(original, scheduler, req, *args, **kwargs):
+    node = nodes.current()
+    if guarded_room(req) is None or not node.settings.enforcing:
+        return original(scheduler, req, *args, **kwargs)
+    verdict = FAULT
+    with node.shield("send_kv_chunk", req) as fault:
+        verdict = verdict_of(req)
+    if verdict is None:
+        return original(scheduler, req, *args, **kwargs)
+    if fault[0]:
+        _give_verdict(req, FAULT)
+    with node.shield("send_kv_chunk", req):
+        node.refused(req, verdict, "hand-off")
+    req.disagg_kv_sender.abort()  # its next poll is Failed, and the in-flight queue retires it
+    return None

@@ -1,0 +1,44 @@
+"""Seam: the prefill's bootstrap server, in the launcher process.
+
+``GET /pd_guard`` tells decode that this prefill is guarded; ``POST /pd_guard`` takes decode's refusals and passes
+them to every prefill rank. Like the server's own routes it is reachable by the cluster's nodes only and trusts them.
+"""
+
+from __future__ import annotations
+
+from sglang_pd_guard.__about__ import __version__
+from sglang_pd_guard.bindings.transport import ROUTE, Outbox
+from sglang_pd_guard.guards import wire
+from sglang_pd_guard.guards.admission import Endpoint, Verdict
+
+
+def setup_routes(result, server) -> None:
+    from aiohttp import web
+
+    outbox = Outbox(str(server.host))
+
+    async def describe(request: web.Request) -> web.Response:
+        return web.json_response({"pd_guard": __version__})
+
+    async def refuse(request: web.Request) -> web.Response:
+        try:
+            body = await request.json()
+            refusal = wire.Refusal(
+                int(body["room"]), 0, bool(body["before_transfer"]), Verdict.parse(body["verdict"])
+            )
+        except (ValueError, TypeError, KeyError):
+            return web.Response(status=400, text="not a refusal: send room, before_transfer and verdict")
+        for endpoint in rank_endpoints(server.prefill_port_table):
+            outbox.send(endpoint, refusal)
+        return web.Response(text="OK")
+
+    server.app.router.add_get(ROUTE, describe)
+    server.app.router.add_post(ROUTE, refuse)
+
+
+def rank_endpoints(table) -> list[Endpoint]:
+    """The control endpoints of all prefill ranks in SGLang's nested port table."""
+    if isinstance(table, dict) and "rank_ip" not in table:
+        return [endpoint for inner in list(table.values()) for endpoint in rank_endpoints(inner)]
+    ip, port = (table["rank_ip"], table["rank_port"]) if isinstance(table, dict) else (table.rank_ip, table.rank_port)
+    return [(str(ip), int(port))]

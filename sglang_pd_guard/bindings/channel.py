@@ -1,0 +1,131 @@
+"""Seams of the control channel, in the scheduler processes.
+
+Guarded nodes talk over the sockets that SGLang's KV managers already have: the guard's messages are taken out
+before SGLang's control thread sees them, and a refused room's metadata is answered instead of stored.
+"""
+
+from __future__ import annotations
+
+from sglang_pd_guard.__about__ import __version__
+from sglang_pd_guard.bindings import node as nodes
+from sglang_pd_guard.bindings.node import Node, unguarded
+from sglang_pd_guard.guards import wire
+from sglang_pd_guard.seal import ATTRIBUTE
+
+ATTESTATION = ATTRIBUTE
+
+
+def get_init_info(result: dict, scheduler) -> dict:
+    return {**result, ATTESTATION: __version__}
+
+
+def manager_init(result, manager, *args, **kwargs) -> None:
+    node = nodes.current()
+    node.attach(manager)
+    handle = _prefill_message if node.role == "prefill" else _decode_message
+    socket = manager.server_socket
+    receive = socket.recv_multipart
+    # From 0.5.21 on the control thread polls the socket and takes None for "nothing yet".
+    takes_none = hasattr(manager, "_make_worker_recv")
+
+    def recv_multipart(*recv_args, **recv_kwargs):
+        while True:
+            frames = receive(*recv_args, **recv_kwargs)
+            consumed = False
+            with node.shield("control"):
+                consumed = handle(node, frames)
+            if not consumed and not wire.is_guard_message(frames):
+                return frames
+            if takes_none:
+                return None
+
+    socket.recv_multipart = recv_multipart
+
+
+def receiver_setup(result, receiver) -> None:
+    node = nodes.current()
+    with node.shield("introduce", room=receiver.bootstrap_room) as fault:
+        node.introduce(receiver)
+    if fault[0]:
+        node.fail_receiver(receiver, nodes.FAULT)
+
+
+def _decode_message(node: Node, frames: list[bytes]) -> bool:
+    """Returns whether the message was the guard's."""
+    if not wire.is_guard_message(frames):
+        return False
+    message = wire.decode(frames)
+    if isinstance(message, wire.Refusal) and node.settings.enforcing:
+        receiver = node.live(message.room)
+        # A refusal of an earlier request that used the same room number brings another nonce back.
+        if receiver is not None and getattr(receiver, "_pd_guard_nonce", None) == message.nonce:
+            node.telemetry.peer_refusal("received", message.room, message.verdict.status)
+            node.fail_live(message.room, receiver, message.verdict)
+    return True
+
+
+def _prefill_message(node: Node, frames: list[bytes]) -> bool:
+    """Returns whether the message was the guard's, or was answered by it."""
+    if not wire.is_guard_message(frames):
+        sender = wire.metadata_sender(frames)
+        return sender is not None and _metadata(node, *sender)
+    message = wire.decode(frames)
+    if isinstance(message, wire.Hello):
+        node.guarded_peers[message.endpoint] = message.mode
+        verdict = node.admissions.hello(message.room, message.endpoint, message.nonce)
+        if verdict is not None:
+            node.tell_decode(message.endpoint, message.room, message.nonce, verdict)
+    elif isinstance(message, wire.Refusal) and node.settings.enforcing:
+        _refused_by_decode(node, message)
+    elif isinstance(message, wire.Wake):
+        _clear_refused(node, message.room)
+    return True
+
+
+def _metadata(node: Node, room: int, endpoint: tuple[str, int]) -> bool:
+    """A decode rank has reserved pages for `room`. Returns whether SGLang must not see it."""
+    if not node.guarded_peers.get(endpoint):
+        refuse = node.settings.peer == "require" and node.settings.enforcing
+        node.telemetry.unguarded_peer("refused" if refuse else "served", room, f"{endpoint[0]}:{endpoint[1]}")
+        if refuse:
+            verdict = unguarded(f"decode {endpoint[0]}:{endpoint[1]}")
+            node.tell_decode(endpoint, room, 0, verdict)
+            sender = node.live(room)
+            if sender is not None:
+                node.fail_live(room, sender, verdict)
+            else:
+                node.admissions.peer_refused(room, verdict)
+            return True
+    verdict = node.admissions.refused(room)
+    if verdict is None or node.live(room) is not None:
+        return False
+    if not node.guarded_peers.get(endpoint):  # a guarded one was told when it said hello
+        node.tell_decode(endpoint, room, 0, verdict)
+    return True
+
+
+def _clear_refused(node: Node, room: int) -> None:
+    """`room` was refused after SGLang had stored a decode rank's metadata for it: answer and drop it.
+
+    Runs on the control thread, the only one that stores metadata, so none can slip in between.
+    """
+    verdict = node.admissions.refused(room)
+    if verdict is None or node.live(room) is not None:
+        return
+    manager = node.manager
+    for endpoint in node.unguarded_askers(manager.transfer_infos.pop(room, None)):
+        node.tell_decode(endpoint, room, 0, verdict)
+    getattr(manager, "req_to_decode_prefix_len", {}).pop(room, None)
+    manager.request_status.pop(room, None)
+
+
+def _refused_by_decode(node: Node, message: wire.Refusal) -> None:
+    sender = node.live(message.room)
+    if sender is None:
+        if message.before_transfer and node.admissions.refused(message.room) is None:
+            node.admissions.peer_refused(message.room, message.verdict)
+        return
+    # Once pages were handed to the transfer, SGLang's own ABORT ends it in order.
+    if getattr(sender, "curr_idx", 1) == 0:
+        node.telemetry.peer_refusal("received", message.room, message.verdict.status)
+        node.fail_live(message.room, sender, message.verdict)

@@ -1,0 +1,295 @@
+"""The state of one guarded scheduler process, shared by its hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from sglang_pd_guard.bindings.transport import Outbox, PrefillClient
+from sglang_pd_guard.guards.admission import Admissions, Endpoint, Verdict
+from sglang_pd_guard.guards.wire import Hello, Refusal, Wake
+from sglang_pd_guard.settings import GUARDS, Settings
+from sglang_pd_guard.telemetry import Telemetry
+
+#: Said to the client where the guard itself fails.
+FAULT = Verdict(500, "The PD guard could not check this request and aborted it. Please retry; if it recurs, report the server log.")
+#: A client abort carries no status; the peer's client must not take it for an answer.
+_NO_STATUS = 500
+
+_node: Node | None = None
+
+
+def start(role: str, settings: Settings) -> None:
+    """Called once, right before the scheduler is built."""
+    global _node
+    _node = Node(role, settings)
+
+
+def current() -> Node:
+    """The node of this process. Hooks run only after `start`."""
+    assert _node is not None
+    return _node
+
+
+class _Recent:
+    """The last `capacity` endpoints and what is known of each."""
+
+    def __init__(self, capacity: int = 4096):
+        self._capacity = capacity
+        self._items: OrderedDict[Endpoint, object] = OrderedDict()
+
+    def __setitem__(self, endpoint: Endpoint, value: object) -> None:
+        self._items[endpoint] = value
+        self._items.move_to_end(endpoint)
+        while len(self._items) > self._capacity:
+            self._items.popitem(last=False)
+
+    def get(self, endpoint: Endpoint):
+        return self._items.get(endpoint)
+
+
+class Node:
+    """One rank of a prefill or decode node.
+
+    Args:
+        role: ``prefill`` or ``decode``.
+        settings: what the operator asked for.
+    """
+
+    def __init__(self, role: str, settings: Settings):
+        from sglang_pd_guard.__about__ import __version__
+        from sglang_pd_guard.bindings.binder import sglang_version
+
+        self.role = role
+        self.settings = settings
+        self.admissions = Admissions()
+        self.telemetry = Telemetry(role)
+        self.telemetry.start(
+            __version__, settings.mode, settings.peer, [g for g in GUARDS if settings.runs(g)], sglang_version()
+        )
+        self.manager = None
+        self.at_door: object | None = None
+        self._live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+        self._live_lock = threading.Lock()
+        self.guarded_peers = _Recent()
+        self._outbox: Outbox | None = None
+        self._client: PrefillClient | None = None
+
+    # --- the KV manager and its control socket ----------------------------------------------------------------
+
+    def attach(self, manager) -> None:
+        """Called when SGLang has built this rank's KV manager."""
+        self.manager = manager
+        self._outbox = Outbox(manager.local_ip)
+        self._client = PrefillClient(on_drop=self.telemetry.dropped_refusal)
+
+    @property
+    def own_endpoint(self) -> Endpoint:
+        return self.manager.local_ip, int(self.manager.rank_port)
+
+    @property
+    def is_entry_rank(self) -> bool:
+        """Whether this rank marks a room Failed on a peer's word.
+
+        It is the rank that answers the client, so it has the words when SGLang's MIN reduction over the
+        attention-TP/CP group makes all ranks fail the room together.
+        """
+        return getattr(self.manager, "attn_tp_rank", 0) == 0 and getattr(self.manager, "attn_cp_rank", 0) == 0
+
+    def send(self, endpoint: Endpoint, message: Hello | Refusal | Wake) -> None:
+        if not self._outbox.send(endpoint, message):
+            self.telemetry.dropped_refusal(message.room)
+
+    # --- rooms ------------------------------------------------------------------------------------------------
+
+    def track(self, room: int, transfer) -> None:
+        """`transfer` is the sender (prefill) or receiver (decode) of the live request in `room`."""
+        with self._live_lock:
+            self._live[room] = transfer
+
+    def live(self, room: int):
+        """The sender or receiver of the request that lives in `room`, or None."""
+        transfer = self._tracked(room)
+        return transfer if transfer is not None and getattr(transfer, "conclude_state", None) is None else None
+
+    def _tracked(self, room: int):
+        with self._live_lock:
+            return self._live.get(room)
+
+    def fail_live(self, room: int, transfer, verdict: Verdict) -> None:
+        """Ends the live request in `room` with `verdict`, through SGLang's own poll."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.admissions.peer_refused(room, verdict)
+        self.manager.record_failure(room, verdict.message)
+        if self.is_entry_rank:
+            self.manager.update_status(room, KVPoll.Failed)
+
+    # --- refusals ---------------------------------------------------------------------------------------------
+
+    def refused(self, req, verdict: Verdict, rule: str) -> None:
+        """A request is refused here: count it and tell the peer.
+
+        Args:
+            req: SGLang's request.
+            verdict: what its client is told.
+            rule: names the check, for metrics and log.
+        """
+        room = req.bootstrap_room
+        self.telemetry.refused("admission", rule, req.rid, room, verdict.status, self.settings.enforcing)
+        if not self.settings.enforcing or self.manager is None:
+            return
+        if self.role == "prefill":
+            sender = getattr(req, "disagg_kv_sender", None)
+            if sender is None and self.live(room) is not None:
+                return  # another request lives in this room: its decode must not hear of this one
+            self.refuse_room(room, verdict, sender)
+        elif rule == "unadmitted":
+            if self.live(room) is None:
+                self._tell_prefill(req, verdict, before_transfer=True)
+        else:
+            self._tell_prefill(req, verdict, before_transfer=self._tracked(room) is None)
+
+    def refuse_room(self, room: int, verdict: Verdict, sender) -> None:
+        """prefill: tells every decode rank that asks or will ask for `room`.
+
+        Args:
+            sender: of the refused request; None where it never had one.
+        """
+        if not self._may_release_decode(sender):
+            return
+        for endpoint, nonce in self.admissions.refuse(room, verdict):
+            self.tell_decode(endpoint, room, nonce, verdict)
+        if sender is None:
+            self.send(self.own_endpoint, Wake(room))
+        else:
+            for endpoint in self.unguarded_askers(self.manager.transfer_infos.get(room)):
+                self.tell_decode(endpoint, room, 0, verdict)
+
+    def unguarded_askers(self, infos) -> list[Endpoint]:
+        """The decode endpoints without a guard among SGLang's stored metadata of one room."""
+        endpoints = [(info.endpoint, int(info.dst_port)) for info in list((infos or {}).values()) if not info.is_dummy]
+        return [endpoint for endpoint in endpoints if not self.guarded_peers.get(endpoint)]
+
+    def tell_decode(self, endpoint: Endpoint, room: int, nonce: int, verdict: Verdict) -> None:
+        """Sends one decode rank the verdict, in the words it understands."""
+        if self.guarded_peers.get(endpoint) == "enforce":
+            self.send(endpoint, Refusal(room, nonce, False, verdict))
+        else:
+            self._tell_unguarded(endpoint, room)
+        self.telemetry.peer_refusal("sent", room, verdict.status)
+
+    def _may_release_decode(self, sender) -> bool:
+        """Whether decode may give its pages back on our word: nothing was handed to the transfer yet, or this
+        SGLang's decode holds them until the writes have drained (0.5.21 and later)."""
+        from sglang_pd_guard.bindings.binder import effective_version
+        from sglang_pd_guard.bindings.table import order
+
+        if sender is None or getattr(sender, "curr_idx", 1) == 0:
+            return True
+        drains = getattr(self.manager, "enable_deferred_decode_kv_release", False)
+        return drains and order(effective_version(self.settings)) >= order("0.5.21")
+
+    def _tell_unguarded(self, endpoint: Endpoint, room: int) -> None:
+        """SGLang's own failure message: no status and no words, but decode stops waiting."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager = self.manager
+        try:
+            if hasattr(manager, "send_kv_status_message"):
+                manager.send_kv_status_message(targets=[endpoint], bootstrap_room=room, status=KVPoll.Failed)
+            elif hasattr(manager, "sync_status_to_decode_endpoint"):
+                manager.sync_status_to_decode_endpoint(*endpoint, room, KVPoll.Failed, 0)
+        except Exception:
+            self.telemetry.dropped_refusal(room)
+
+    def _tell_prefill(self, req, verdict: Verdict, before_transfer: bool) -> None:
+        from sglang.srt.disaggregation.decode import _bootstrap_addr
+
+        if not req.bootstrap_host or not req.bootstrap_port:
+            return
+        self._client.refuse(_bootstrap_addr(req), Refusal(req.bootstrap_room, 0, before_transfer, verdict))
+        self.telemetry.peer_refusal("sent", req.bootstrap_room, verdict.status)
+
+    # --- decode: knowing the prefill --------------------------------------------------------------------------
+
+    def introduce(self, receiver) -> None:
+        """decode: introduces this request to its prefill ranks, or fails it where they may not serve it."""
+        room = receiver.bootstrap_room
+        infos = getattr(receiver, "bootstrap_infos", None)
+        if not infos or room is None:
+            return
+        self.track(room, receiver)
+        receiver._pd_guard_nonce = secrets.randbits(63) | 1
+        ip, port = self.own_endpoint
+        hello = Hello(room, receiver._pd_guard_nonce, ip, port, self.settings.mode)
+        for info in infos:
+            endpoint = (str(info["rank_ip"]), int(info["rank_port"]))
+            if not self._is_guarded(endpoint, receiver.bootstrap_addr):
+                self._unguarded_prefill(receiver)
+                return
+            # SGLang's own socket: the introduction arrives ahead of the metadata that follows on it.
+            socket, lock = type(receiver)._connect_to_bootstrap_server(info)
+            with lock:
+                socket.send_multipart(self._outbox.frames(hello))
+
+    def _is_guarded(self, endpoint: Endpoint, bootstrap_addr: str) -> bool:
+        if self.guarded_peers.get(endpoint):
+            return True
+        if self._client.is_guarded(bootstrap_addr):
+            self.guarded_peers[endpoint] = True
+            return True
+        return False
+
+    def _unguarded_prefill(self, receiver) -> None:
+        refuse = self.settings.peer == "require" and self.settings.enforcing
+        room = receiver.bootstrap_room
+        self.telemetry.unguarded_peer("refused" if refuse else "served", room, receiver.bootstrap_addr)
+        if refuse:
+            self.fail_receiver(receiver, unguarded(f"prefill {receiver.bootstrap_addr}"))
+
+    def fail_receiver(self, receiver, verdict: Verdict) -> None:
+        """decode: ends a request whose handshake is in progress, as SGLang's own handshake failures do."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        room = receiver.bootstrap_room
+        self.admissions.peer_refused(room, verdict)
+        self.manager.record_failure(room, verdict.message)
+        receiver.conclude_state = KVPoll.Failed
+        self.manager.update_status(room, KVPoll.Failed)
+
+    # --- faults -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def shield(self, seam: str, req=None, room: int | None = None) -> Iterator[list[bool]]:
+        """Turns an exception inside a hook into ``[True]``: the caller then aborts that one request."""
+        fault = [False]
+        try:
+            yield fault
+        except Exception:
+            fault[0] = True
+            with contextlib.suppress(Exception):
+                self.telemetry.fault(seam, getattr(req, "rid", None), getattr(req, "bootstrap_room", room))
+
+
+def unguarded(peer: str) -> Verdict:
+    """Said to a client whose request would need an unguarded peer under ``--pd-guard-peer require``."""
+    return Verdict(
+        503,
+        f"Refused by the PD guard: {peer} runs without the guard. Start it with --enable-pd-guard, or start this "
+        "node with --pd-guard-peer prefer while you upgrade.",
+    )
+
+
+def verdict_of(req) -> Verdict | None:
+    """The abort that SGLang has decided for this request, or None."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    for reason in (req.to_finish, req.finished_reason):
+        if isinstance(reason, FINISH_ABORT):
+            return Verdict(reason.status_code or _NO_STATUS, reason.message, reason.err_type)
+    return None

@@ -1,0 +1,297 @@
+"""The single source of what is patched in SGLang: which seam, on which version, by which guard, and why.
+
+Pure data, importable without SGLang. `binder` binds it, the seal verifies it, the README's table is made of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+#: SGLang releases the guard is tested on, oldest first, with what is promised there.
+SUPPORTED = {
+    "0.5.12.post1": "admission",
+    "0.5.15.post1": "admission",
+    "0.5.18": "full",
+    "0.5.19": "full",
+    "0.5.20": "full",
+    "0.5.21": "full",
+    "0.5.22": "full",
+    "0.5.23": "full",
+}
+NEWEST = "0.5.23"
+
+AROUND, AFTER = "around", "after"
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """One attribute of SGLang that the guard wraps.
+
+    Args:
+        target: dotted path, as SGLang's ``HookRegistry`` takes it.
+        hook: ``module:function`` below ``sglang_pd_guard.bindings``.
+        process: ``cli``, ``launcher`` or ``scheduler``: where it is bound.
+        role: ``prefill``, ``decode`` or ``both``.
+        guard: the guard it serves; ``core`` is bound whatever guards are disabled.
+        signature: positional parameters, or one tuple per first version it holds from.
+        since, until: first and last version that has the seam (inclusive).
+        kind: `AROUND` or `AFTER`.
+        why: what the hook does there.
+        upstream: the SGLang issue or pull request that it answers.
+        retire: when it can go.
+    """
+
+    target: str
+    hook: str
+    process: str
+    role: str
+    guard: str
+    signature: tuple[str, ...] | dict[str, tuple[str, ...]]
+    why: str
+    upstream: str
+    retire: str
+    since: str = "0.5.11"
+    until: str | None = None
+    kind: str = AROUND
+
+    def applies(self, version: str) -> bool:
+        return order(self.since) <= order(version) and (self.until is None or order(version) <= order(self.until))
+
+    def parameters(self, version: str) -> tuple[str, ...]:
+        """The positional parameters this target has on `version`."""
+        if isinstance(self.signature, tuple):
+            return self.signature
+        first = max((v for v in self.signature if order(v) <= order(version)), key=order)
+        return self.signature[first]
+
+
+def order(version: str) -> tuple[int, ...]:
+    """A sort key for release numbers such as 0.5.19 or 0.5.12.post1.
+
+    Raises:
+        ValueError: not such a number (a development build, say).
+    """
+    return tuple(int(part.removeprefix("post")) for part in version.split("."))
+
+
+def nearest(version: str) -> str:
+    """The supported version whose seams to try on an unverified one: the newest that is not newer."""
+    try:
+        key = order(version.split("+")[0].split(".dev")[0].split("rc")[0])
+    except ValueError:
+        return NEWEST
+    older = [v for v in SUPPORTED if order(v) <= key]
+    return older[-1] if older else next(iter(SUPPORTED))
+
+
+_SRT = "sglang.srt."
+_PREFILL = _SRT + "disaggregation.prefill."
+_DECODE = _SRT + "disaggregation.decode."
+_CONN = _SRT + "disaggregation.common.conn."
+
+SEAMS: tuple[Seam, ...] = (
+    # --- the command line -----------------------------------------------------------------------------------
+    Seam(
+        target=_SRT + "server_args.ServerArgs.add_cli_args",
+        hook="launcher:add_cli_args",
+        process="cli",
+        role="both",
+        guard="core",
+        signature=("parser",),
+        kind=AFTER,
+        why="offers --enable-pd-guard and its companions",
+        upstream="-",
+        retire="SGLang lets plugins declare flags",
+    ),
+    Seam(
+        target=_SRT + "server_args.ServerArgs.from_cli_args",
+        hook="launcher:from_cli_args",
+        process="cli",
+        role="both",
+        guard="core",
+        signature=("cls", "args"),
+        kind=AFTER,
+        why="reads the flags into server_args and makes this process a guarded launcher",
+        upstream="-",
+        retire="SGLang lets plugins declare flags",
+    ),
+    # --- the launcher ---------------------------------------------------------------------------------------
+    Seam(
+        target=_SRT + "entrypoints.engine.Engine._launch_subprocesses",
+        hook="launcher:launch_subprocesses",
+        process="launcher",
+        role="both",
+        guard="core",
+        signature={
+            "0.5.11": (
+                "cls",
+                "server_args",
+                "init_tokenizer_manager_func",
+                "run_scheduler_process_func",
+                "run_detokenizer_process_func",
+                "port_args",
+            ),
+            "0.5.18": (
+                "cls",
+                "server_args",
+                "init_tokenizer_manager_func",
+                "run_scheduler_process_func",
+                "run_detokenizer_process_func",
+                "port_args",
+                "placement_group",
+            ),
+        },
+        why="puts the settings into server_args for every child and refuses to serve schedulers that do not attest",
+        upstream="#38464",
+        retire="SGLang fails start-up when a required plugin does not load",
+    ),
+    Seam(
+        target=_CONN + "CommonKVBootstrapServer._setup_routes",
+        hook="bootstrap:setup_routes",
+        process="launcher",
+        role="prefill",
+        guard="core",
+        signature=("self",),
+        kind=AFTER,
+        why="adds /pd_guard to the bootstrap server: decode learns that this prefill is guarded and sends its refusals",
+        upstream="#9726",
+        retire="SGLang's bootstrap protocol carries capabilities and failures both ways",
+    ),
+    # --- the schedulers: control channel --------------------------------------------------------------------
+    Seam(
+        target=_SRT + "managers.scheduler.Scheduler.get_init_info",
+        hook="channel:get_init_info",
+        process="scheduler",
+        role="both",
+        guard="core",
+        signature=("self",),
+        kind=AFTER,
+        why="attests to the launcher that this scheduler is guarded",
+        upstream="#38464",
+        retire="SGLang fails start-up when a required plugin does not load",
+    ),
+    Seam(
+        target=_CONN + "CommonKVManager.__init__",
+        hook="channel:manager_init",
+        process="scheduler",
+        role="both",
+        guard="core",
+        signature=("self", "args", "disaggregation_mode", "server_args", "is_mla_backend"),
+        kind=AFTER,
+        why="takes the guard's messages off the control socket before SGLang's thread reads them",
+        upstream="#9726",
+        retire="SGLang's control thread ignores tagged messages it does not know",
+    ),
+    Seam(
+        target=_CONN + "CommonKVReceiver._setup_bootstrap_infos",
+        hook="channel:receiver_setup",
+        process="scheduler",
+        role="decode",
+        guard="core",
+        signature=("self",),
+        kind=AFTER,
+        why="decode introduces each request to its prefill ranks, ahead of its metadata; refuses an unguarded peer",
+        upstream="#9726",
+        retire="SGLang's metadata message names who to tell of a failure",
+    ),
+    # --- the schedulers: admission --------------------------------------------------------------------------
+    Seam(
+        target=_PREFILL + "PrefillBootstrapQueue.add",
+        hook="admission:prefill_door",
+        process="scheduler",
+        role="prefill",
+        guard="admission",
+        signature=("self", "req", "num_kv_heads"),
+        why="retires a rejected request before a sender, a metadata buffer or KV pages exist, and tells decode",
+        upstream="#30233, #30325, #34208, #35421, #38704",
+        retire="never needed for the retirement from 0.5.21 on; decode is told by no release",
+    ),
+    Seam(
+        target=_DECODE + "DecodePreallocQueue.add",
+        hook="admission:decode_door",
+        process="scheduler",
+        role="decode",
+        guard="admission",
+        signature={
+            "0.5.11": ("self", "req", "is_retracted"),
+            "0.5.18": ("self", "req", "is_retracted", "is_rebootstrap"),
+        },
+        why="the mirror image: what decode rejects never reserves pages, and prefill is told",
+        upstream="#9726",
+        retire="SGLang's decode tells prefill about a reject",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler.Scheduler._add_request_to_queue",
+        hook="admission:add_request",
+        process="scheduler",
+        role="both",
+        guard="admission",
+        signature=("self", "req", "is_retracted"),
+        why="catches rejects that never reach a door (priority not allowed)",
+        upstream="#9726",
+        retire="SGLang tells the peer about every reject",
+    ),
+    Seam(
+        target=_SRT + "disaggregation.utils.prepare_abort",
+        hook="admission:prepare_abort",
+        process="scheduler",
+        role="both",
+        guard="admission",
+        signature=("req", "error_message", "status_code"),
+        why="every later abort passes here: tells the peer, and gives the client the peer's own status and message",
+        upstream="#33507, #9726",
+        retire="SGLang carries status and message to the peer",
+    ),
+    Seam(
+        target=_CONN + "CommonKVSender.abort",
+        hook="admission:sender_abort",
+        process="scheduler",
+        role="prefill",
+        guard="admission",
+        signature=("self",),
+        why="a request aborted while it waits for prefill passes no prepare_abort; decode is told from here",
+        upstream="#9726",
+        retire="SGLang's sender.abort notifies decode",
+    ),
+    Seam(
+        target=_PREFILL + "SchedulerDisaggregationPrefillMixin._retire_aborted_prefill_result",
+        hook="admission:retire_aborted_result",
+        process="scheduler",
+        role="prefill",
+        guard="admission",
+        signature=("self", "req"),
+        since="0.5.20",
+        why="a request that fails in its forward pass: decode gets its own error, not a generic one",
+        upstream="#36988",
+        retire="SGLang's sender.abort notifies decode",
+    ),
+    Seam(
+        target=_PREFILL + "SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        hook="admission:send_kv_chunk",
+        process="scheduler",
+        role="prefill",
+        guard="admission",
+        signature=("self", "req", "last_chunk", "end_idx"),
+        until="0.5.19",
+        why="second line: a request with a verdict that passed the door all the same is never transferred as complete",
+        upstream="#34208, #36988",
+        retire="0.5.20 checks before the hand-off",
+    ),
+)
+
+
+def seams(version: str, process: str, role: str | None = None, disable: frozenset[str] = frozenset()) -> list[Seam]:
+    """The seams of one process on one version.
+
+    Args:
+        role: ``prefill`` or ``decode``; None takes both.
+        disable: guards to leave out.
+    """
+    return [
+        seam
+        for seam in SEAMS
+        if seam.process == process
+        and seam.applies(version)
+        and (role is None or seam.role in ("both", role))
+        and seam.guard not in disable
+    ]

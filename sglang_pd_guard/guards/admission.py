@@ -1,0 +1,160 @@
+"""Admission: a refused request owns nothing, and the peer is told at once.
+
+`Admissions` is one rank's memory of rooms. It answers three questions:
+
+- prefill: a decode rank asks for a room (`hello`): was the request in it refused?
+- prefill: a request is refused (`refuse`): which decode ranks have asked for its room already?
+- both: a request fails (`take_peer_verdict`): was that because the peer refused it, and with what words?
+
+Rooms are numbers that clients choose, so a number may be used again. A `hello` with a new nonce from an
+endpoint that was already answered, an `admit`, or a newer `refuse` starts the room's next life, and nothing
+of the former one is carried over.
+
+Pure: nothing here imports SGLang. Thread-safe: the scheduler and the control thread both call it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Endpoint = tuple[str, int]
+T = TypeVar("T")
+
+_MAX_MESSAGE = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the client of a refused request is told.
+
+    Args:
+        status: HTTP status, 400 to 599.
+        message: text for the client; cut to 2,000 characters, control characters become blanks.
+        err_type: SGLang's error type, where it names one.
+    """
+
+    status: int
+    message: str
+    err_type: str | None = None
+
+    def __post_init__(self) -> None:
+        status = int(self.status)
+        object.__setattr__(self, "status", status if 400 <= status <= 599 else 500)
+        text = "".join(c if c.isprintable() else " " for c in self.message[:_MAX_MESSAGE])
+        object.__setattr__(self, "message", text)
+
+    @classmethod
+    def parse(cls, data: dict) -> Verdict:
+        """A verdict from a peer.
+
+        Raises:
+            TypeError, KeyError, ValueError: it is not one.
+        """
+        err_type = data.get("err_type")
+        if not isinstance(data["message"], str) or not isinstance(err_type, str | None):
+            raise TypeError("a verdict's message and err_type are text")
+        return cls(int(data["status"]), data["message"], err_type and err_type[:100])
+
+
+class _Bounded(Generic[T]):
+    """A dict of at most `capacity` entries that forgets each after `ttl` seconds, oldest first."""
+
+    def __init__(self, capacity: int, ttl: float, clock: Callable[[], float]):
+        self._capacity, self._ttl, self._clock = capacity, ttl, clock
+        self._items: OrderedDict[int, tuple[float, T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, key: int, value: T) -> None:
+        self._items.pop(key, None)
+        self._items[key] = (self._clock() + self._ttl, value)
+        while len(self._items) > self._capacity:
+            self._items.popitem(last=False)
+
+    def get(self, key: int) -> T | None:
+        entry = self._items.get(key)
+        if entry is None:
+            return None
+        if entry[0] <= self._clock():
+            del self._items[key]
+            return None
+        return entry[1]
+
+    def pop(self, key: int) -> T | None:
+        value = self.get(key)
+        self._items.pop(key, None)
+        return value
+
+
+@dataclasses.dataclass
+class _Refused:
+    verdict: Verdict
+    told: dict[Endpoint, int]
+
+
+class Admissions:
+    """One rank's memory of rooms.
+
+    Args:
+        capacity: rooms remembered of each kind; older ones are forgotten first.
+        ttl: seconds after which a room is forgotten; SGLang's own bootstrap timeout is 300.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, capacity: int = 8192, ttl: float = 300.0, clock: Callable[[], float] = time.monotonic):
+        self._lock = threading.Lock()
+        self._asked: _Bounded[dict[Endpoint, int]] = _Bounded(capacity, ttl, clock)
+        self._refused: _Bounded[_Refused] = _Bounded(capacity, ttl, clock)
+        self._peer: _Bounded[Verdict] = _Bounded(capacity, ttl, clock)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._asked) + len(self._refused) + len(self._peer)
+
+    def hello(self, room: int, endpoint: Endpoint, nonce: int) -> Verdict | None:
+        """A decode rank asks for `room`: the verdict to send it, or None where none is known yet."""
+        with self._lock:
+            refused = self._refused.get(room)
+            if refused is not None:
+                if refused.told.setdefault(endpoint, nonce) == nonce:
+                    return refused.verdict
+                self._refused.pop(room)
+            asked = self._asked.get(room) or {}
+            asked[endpoint] = nonce
+            self._asked.put(room, asked)
+            return None
+
+    def refuse(self, room: int, verdict: Verdict) -> list[tuple[Endpoint, int]]:
+        """The request in `room` is refused here: the (endpoint, nonce) pairs to tell now."""
+        with self._lock:
+            asked = self._asked.pop(room) or {}
+            self._refused.put(room, _Refused(verdict, dict(asked)))
+            return list(asked.items())
+
+    def refused(self, room: int) -> Verdict | None:
+        """The verdict under which `room` was refused here and not used again since."""
+        with self._lock:
+            refused = self._refused.get(room)
+            return refused and refused.verdict
+
+    def admit(self, room: int) -> Verdict | None:
+        """A request in `room` is accepted here: the verdict that its peer has already sent, if any."""
+        with self._lock:
+            self._refused.pop(room)
+            return self._peer.get(room)
+
+    def peer_refused(self, room: int, verdict: Verdict) -> None:
+        """The peer refused the request in `room`."""
+        with self._lock:
+            self._peer.put(room, verdict)
+
+    def take_peer_verdict(self, room: int) -> Verdict | None:
+        """The peer's verdict on the request in `room`, which is failing now; it is used up."""
+        with self._lock:
+            return self._peer.pop(room)

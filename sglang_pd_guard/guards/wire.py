@@ -1,0 +1,121 @@
+"""Control messages between guarded nodes, on the sockets that SGLang's PD managers already hold.
+
+A message is a list of byte frames that starts with `TAG`, so the receiving node can tell it from SGLang's own
+and take it out before SGLang sees it. It is sent only to a peer known to be guarded: an unguarded
+SGLang stops its control thread on a frame it does not know.
+
+Pure: nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from sglang_pd_guard.guards.admission import Verdict
+
+TAG = b"PDGUARD1"
+_MAX_FRAME = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """decode to prefill, ahead of a request's metadata: where to send a refusal of this room.
+
+    Args:
+        room: bootstrap room.
+        nonce: names this use of the room; a refusal must bring it back.
+        ip, port: the decode rank's control socket.
+        mode: the decode's guard mode; only ``enforce`` acts on a refusal.
+    """
+
+    room: int
+    nonce: int
+    ip: str
+    port: int
+    mode: str
+
+    kind = b"HELLO"
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        return self.ip, self.port
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Either way: the sender has refused the request in this room.
+
+    Args:
+        room: bootstrap room.
+        nonce: of the `Hello` that it answers; 0 from decode to prefill.
+        before_transfer: decode refused at its door, so prefill keeps the verdict for a request
+            that has not reached it yet.
+        verdict: what the client is told.
+    """
+
+    room: int
+    nonce: int
+    before_transfer: bool
+    verdict: Verdict
+
+    kind = b"REFUSAL"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wake:
+    """A node to its own control thread: look at this room again."""
+
+    room: int
+
+    kind = b"WAKE"
+
+
+Message = Hello | Refusal | Wake
+_KINDS: dict[bytes, type] = {cls.kind: cls for cls in (Hello, Refusal, Wake)}
+
+
+def encode(message: Message) -> list[bytes]:
+    return [TAG, message.kind, json.dumps(dataclasses.asdict(message)).encode()]
+
+
+def is_guard_message(frames: list[bytes]) -> bool:
+    return bool(frames) and frames[0] == TAG
+
+
+def decode(frames: list[bytes]) -> Message | None:
+    """The message in these frames, or None where they hold no well-formed one."""
+    if len(frames) != 3 or frames[0] != TAG or len(frames[2]) > _MAX_FRAME:
+        return None
+    cls = _KINDS.get(bytes(frames[1]))
+    if cls is None:
+        return None
+    try:
+        body = json.loads(frames[2])
+        if cls is Refusal:
+            body["verdict"] = Verdict.parse(body["verdict"])
+        message = cls(**body)
+    except (ValueError, TypeError, KeyError):
+        return None
+    ints = ("room", "nonce", "port")
+    if any(type(body[name]) is not int for name in ints if name in body):
+        return None
+    if any(type(body[name]) is not str for name in ("ip", "mode") if name in body):
+        return None
+    return message
+
+
+def metadata_sender(frames: list[bytes]) -> tuple[int, tuple[str, int]] | None:
+    """Room and decode endpoint of one of SGLang's own per-request metadata messages, else None.
+
+    Every backend that derives from ``CommonKVManager`` sends ``[room, ip, port, ...]``, NIXL and Mori behind
+    a guard frame of their own; tagged control messages have a word where the room is.
+    """
+    for start in (0, 1):
+        head = frames[start : start + 3]
+        if len(frames) - start >= 6 and head[0].isdigit() and head[2].isdigit():
+            try:
+                return int(head[0]), (head[1].decode("ascii"), int(head[2]))
+            except UnicodeDecodeError:
+                return None
+    return None

@@ -1,0 +1,181 @@
+"""What the operator asked for: flags, environment, and how both travel to the scheduler processes.
+
+Pure: nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Mapping
+
+#: Guards that exist, each switchable with ``--pd-guard-disable NAME``.
+GUARDS = ("admission",)
+MODES = ("enforce", "observe")
+PEERS = ("require", "prefer")
+
+#: The attribute of ``server_args`` that carries the settings into every child process.
+ATTRIBUTE = "_pd_guard"
+ENV = "SGLANG_PD_GUARD"
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"", "0", "false", "no", "off"}
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be honoured; the message says which and what is allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One node's configuration.
+
+    Args:
+        mode: ``enforce`` acts on verdicts, ``observe`` counts and logs them only.
+        peer: ``require`` refuses a peer that runs without a guard, ``prefer`` serves and counts it.
+        disable: names of guards (see `GUARDS`) that are not bound.
+        allow_unverified: start on an SGLang version that is not in the table, provided that
+            every hook target resolves with the signature of the nearest version that is.
+
+    Raises:
+        SettingsError: a value is not one of the allowed ones.
+    """
+
+    mode: str = "enforce"
+    peer: str = "require"
+    disable: frozenset[str] = frozenset()
+    allow_unverified: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise SettingsError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if self.peer not in PEERS:
+            raise SettingsError(f"peer must be one of {', '.join(PEERS)}, not {self.peer!r}")
+        unknown = sorted(set(self.disable) - set(GUARDS))
+        if unknown:
+            raise SettingsError(f"unknown guard {', '.join(unknown)}; the guards are: {', '.join(GUARDS)}")
+
+    @property
+    def enforcing(self) -> bool:
+        return self.mode == "enforce"
+
+    def runs(self, guard: str) -> bool:
+        """Whether this guard is bound; what belongs to no guard (``core``) always is."""
+        return guard not in self.disable
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings | None:
+        """The settings that ``SGLANG_PD_GUARD*`` ask for, or None where they ask for nothing."""
+        if not _boolean(env, ENV):
+            return None
+        return cls(
+            mode=env.get(f"{ENV}_MODE") or "enforce",
+            peer=env.get(f"{ENV}_PEER") or "require",
+            disable=_names(env.get(f"{ENV}_DISABLE", "")),
+            allow_unverified=_boolean(env, f"{ENV}_ALLOW_UNVERIFIED"),
+        )
+
+    def to_env(self) -> dict[str, str]:
+        """The environment that `from_env` turns back into these settings."""
+        return {
+            ENV: "1",
+            f"{ENV}_MODE": self.mode,
+            f"{ENV}_PEER": self.peer,
+            f"{ENV}_DISABLE": ",".join(sorted(self.disable)),
+            f"{ENV}_ALLOW_UNVERIFIED": "1" if self.allow_unverified else "0",
+        }
+
+    @classmethod
+    def from_namespace(cls, args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Settings | None:
+        """The settings of a parsed command line; a flag wins over the environment.
+
+        Returns None where neither asks for the guard.
+
+        Raises:
+            SettingsError: also where a ``--pd-guard-*`` flag stands without ``--enable-pd-guard``.
+        """
+        base = cls.from_env(env)
+        given = {
+            field: value
+            for field, value in (
+                ("mode", args.pd_guard_mode),
+                ("peer", args.pd_guard_peer),
+                ("disable", None if args.pd_guard_disable is None else _names(args.pd_guard_disable)),
+                ("allow_unverified", args.pd_guard_allow_unverified or None),
+            )
+            if value is not None
+        }
+        if not args.enable_pd_guard and base is None:
+            if given:
+                flags = ", ".join(f"--pd-guard-{name.replace('_', '-')}" for name in given)
+                raise SettingsError(f"{flags} without --enable-pd-guard: nothing would be guarded; add --enable-pd-guard")
+            return None
+        return dataclasses.replace(base or cls(), **given)
+
+    def __reduce__(self):
+        # Unpickling demands the guard in the process that unpickles: see seal.py.
+        return _restore, (self.mode, self.peer, tuple(sorted(self.disable)), self.allow_unverified)
+
+    def __copy__(self) -> Settings:
+        return self
+
+    def __deepcopy__(self, memo) -> Settings:
+        return self
+
+
+def _restore(mode: str, peer: str, disable: tuple[str, ...], allow_unverified: bool) -> Settings:
+    from sglang_pd_guard import seal
+
+    settings = Settings(mode, peer, frozenset(disable), allow_unverified)
+    seal.demand(settings)
+    return settings
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the guard's flags to SGLang's own parser."""
+    group = parser.add_argument_group("PD guard (sglang_pd_guard)")
+    group.add_argument(
+        "--enable-pd-guard",
+        action="store_true",
+        help="Guard prefill/decode disaggregation: no request is ever served from KV pages that are not its own. "
+        "The server refuses to start if a guard cannot be bound.",
+    )
+    group.add_argument(
+        "--pd-guard-mode",
+        choices=MODES,
+        default=None,
+        help="enforce (default): act on verdicts. observe: count and log them only.",
+    )
+    group.add_argument(
+        "--pd-guard-peer",
+        choices=PEERS,
+        default=None,
+        help="require (default): refuse a peer that runs without the guard. prefer: serve it and count it, "
+        "for a rolling upgrade.",
+    )
+    group.add_argument(
+        "--pd-guard-disable",
+        metavar="NAME[,NAME]",
+        default=None,
+        help=f"Guards to leave out: {', '.join(GUARDS)}.",
+    )
+    group.add_argument(
+        "--pd-guard-allow-unverified",
+        action="store_true",
+        help="Start on an SGLang version that is not in the guard's table, if every hook target resolves "
+        "with a known signature.",
+    )
+
+
+def _boolean(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise SettingsError(f"{name} must be 1 or 0, not {env[name]!r}")
+
+
+def _names(value: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in value.split(",") if name.strip())

@@ -1,0 +1,70 @@
+"""Metrics on SGLang's own /metrics and one structured log line per event. Never a token, a prompt or a page."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+logger = logging.getLogger("sglang_pd_guard")
+
+PREFIX = "sglang:pd_guard_"
+
+#: name -> (kind, help, labels); a counter appears on /metrics with the suffix _total.
+METRICS = {
+    "info": ("gauge", "1 on a guarded scheduler, with its configuration as labels.", ("version", "role", "mode", "peer")),
+    "refused": ("counter", "Requests refused by a guard of this node.", ("role", "guard", "rule")),
+    "observed": ("counter", "Requests that a guard in observe mode would have refused.", ("role", "guard", "rule")),
+    "peer_refusals": ("counter", "Refusals exchanged with peers.", ("role", "direction")),
+    "unguarded_peers": ("counter", "Requests whose peer runs without a guard.", ("role", "action")),
+    "faults": ("counter", "Faults inside the guard itself; each aborted its request.", ("role", "seam")),
+    "dropped_refusals": ("counter", "Refusals that could not be sent to the peer.", ("role",)),
+}
+
+
+@functools.cache
+def _metric(name: str):
+    from prometheus_client import Counter, Gauge
+
+    kind, text, labels = METRICS[name]
+    if kind == "gauge":
+        return Gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
+    return Counter(PREFIX + name, text, labels)
+
+
+class Telemetry:
+    """The metrics and events of one scheduler process."""
+
+    def __init__(self, role: str):
+        self.role = role
+
+    def start(self, version: str, mode: str, peer: str, guards: list[str], sglang: str) -> None:
+        _metric("info").labels(version, self.role, mode, peer).set(1)
+        logger.info(
+            "pd-guard bound version=%s sglang=%s role=%s mode=%s peer=%s guards=%s",
+            version, sglang, self.role, mode, peer, ",".join(guards) or "none",
+        )  # fmt: skip
+
+    def refused(self, guard: str, rule: str, rid: str | None, room: int | None, status: int, enforced: bool) -> None:
+        _metric("refused" if enforced else "observed").labels(self.role, guard, rule).inc()
+        logger.warning(
+            "pd-guard %s guard=%s rule=%s role=%s rid=%s room=%s status=%s",
+            "refused" if enforced else "would-refuse", guard, rule, self.role, rid, room, status,
+        )  # fmt: skip
+
+    def peer_refusal(self, direction: str, room: int, status: int) -> None:
+        _metric("peer_refusals").labels(self.role, direction).inc()
+        logger.info("pd-guard peer-refusal direction=%s role=%s room=%s status=%s", direction, self.role, room, status)
+
+    def unguarded_peer(self, action: str, room: int | None, peer: str) -> None:
+        _metric("unguarded_peers").labels(self.role, action).inc()
+        logger.warning("pd-guard unguarded-peer action=%s role=%s room=%s peer=%s", action, self.role, room, peer)
+
+    def fault(self, seam: str, rid: str | None, room: int | None) -> None:
+        _metric("faults").labels(self.role, seam).inc()
+        # The exception's text may quote the request: only its type and place are logged.
+        logger.error("pd-guard fault seam=%s role=%s rid=%s room=%s", seam, self.role, rid, room)
+        logger.debug("pd-guard fault", exc_info=True)
+
+    def dropped_refusal(self, room: int) -> None:
+        _metric("dropped_refusals").labels(self.role).inc()
+        logger.warning("pd-guard dropped-refusal role=%s room=%s", self.role, room)
