@@ -93,7 +93,18 @@ class _Bounded(Generic[T]):
 
 
 @dataclasses.dataclass
+class _Asked:
+    """Who asked for a room, with which nonce; `former` belong to a use that prefill has admitted already."""
+
+    nonces: dict[Endpoint, int] = dataclasses.field(default_factory=dict)
+    former: set[Endpoint] = dataclasses.field(default_factory=set)
+    admitted: bool = False
+
+
+@dataclasses.dataclass
 class _Refused:
+    """A verdict, and which nonce of each endpoint it is known to be meant for."""
+
     verdict: Verdict
     told: dict[Endpoint, int]
 
@@ -109,7 +120,7 @@ class Admissions:
 
     def __init__(self, capacity: int = 8192, ttl: float = 300.0, clock: Callable[[], float] = time.monotonic):
         self._lock = threading.Lock()
-        self._asked: _Bounded[dict[Endpoint, int]] = _Bounded(capacity, ttl, clock)
+        self._asked: _Bounded[_Asked] = _Bounded(capacity, ttl, clock)
         self._refused: _Bounded[_Refused] = _Bounded(capacity, ttl, clock)
         self._peer: _Bounded[Verdict] = _Bounded(capacity, ttl, clock)
 
@@ -125,17 +136,25 @@ class Admissions:
                 if refused.told.setdefault(endpoint, nonce) == nonce:
                     return refused.verdict
                 self._refused.pop(room)
-            asked = self._asked.get(room) or {}
-            asked[endpoint] = nonce
+            asked = self._asked.get(room) or _Asked()
+            if asked.admitted and endpoint not in asked.nonces:
+                asked.former.add(endpoint)
+            elif asked.nonces.get(endpoint) != nonce:
+                asked.former.discard(endpoint)
+            asked.nonces[endpoint] = nonce
             self._asked.put(room, asked)
             return None
 
     def refuse(self, room: int, verdict: Verdict) -> list[tuple[Endpoint, int]]:
-        """The request in `room` is refused here: the (endpoint, nonce) pairs to tell now."""
+        """The request in `room` is refused here: the (endpoint, nonce) pairs to tell now.
+
+        Some of them may be of a former use of the room; decode knows them by their nonce.
+        """
         with self._lock:
-            asked = self._asked.pop(room) or {}
-            self._refused.put(room, _Refused(verdict, dict(asked)))
-            return list(asked.items())
+            asked = self._asked.pop(room) or _Asked()
+            told = {endpoint: nonce for endpoint, nonce in asked.nonces.items() if endpoint not in asked.former}
+            self._refused.put(room, _Refused(verdict, told))
+            return list(asked.nonces.items())
 
     def refused(self, room: int) -> Verdict | None:
         """The verdict under which `room` was refused here and not used again since."""
@@ -147,6 +166,9 @@ class Admissions:
         """A request in `room` is accepted here: the verdict that its peer has already sent, if any."""
         with self._lock:
             self._refused.pop(room)
+            asked = self._asked.get(room) or _Asked()
+            asked.admitted, asked.former = True, set(asked.nonces)
+            self._asked.put(room, asked)
             return self._peer.get(room)
 
     def peer_refused(self, room: int, verdict: Verdict) -> None:

@@ -108,14 +108,14 @@ def decode(frames: list[bytes]) -> Message | None:
 def metadata_sender(frames: list[bytes]) -> tuple[int, tuple[str, int]] | None:
     """Room and decode endpoint of one of SGLang's own per-request metadata messages, else None.
 
-    Every backend that derives from ``CommonKVManager`` sends ``[room, ip, port, ...]``, NIXL and Mori behind
-    a guard frame of their own; tagged control messages have a word where the room is.
+    Mooncake and Ascend send ``[room, ip, port, ...]``, NIXL and Mori the same behind a guard frame of their own;
+    SGLang's other messages have a word where the room is.
     """
-    for start in (0, 1):
-        head = frames[start : start + 3]
-        if len(frames) - start >= 6 and head[0].isdigit() and head[2].isdigit():
-            try:
-                return int(head[0]), (head[1].decode("ascii"), int(head[2]))
-            except UnicodeDecodeError:
-                return None
-    return None
+    if frames and frames[0].endswith(b"MsgGuard"):
+        frames = frames[1:]
+    if len(frames) < 6 or not frames[0].isdigit() or not frames[2].isdigit():
+        return None
+    try:
+        return int(frames[0]), (frames[1].decode("ascii"), int(frames[2]))
+    except UnicodeDecodeError:
+        return None

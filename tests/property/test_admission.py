@@ -1,0 +1,110 @@
+"""A state machine against `Admissions`: rooms are used, refused and used again in any order.
+
+The invariants are the guard's promises: a refused room's decode always gets the verdict of this very use, an admitted
+room's decode never gets one, and memory is bounded.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from sglang_pd_guard.guards.admission import Admissions, Verdict
+
+ROOMS = st.integers(1, 4)
+ENDPOINTS = st.sampled_from([("10.0.0.1", 1), ("10.0.0.2", 2)])
+CAPACITY = 8
+
+
+class Rooms(RuleBasedStateMachine):
+    """Each use of a room has one decode rank with a fresh nonce, and one decision by prefill."""
+
+    @initialize()
+    def start(self):
+        self.now = 0.0
+        self.admissions = Admissions(capacity=CAPACITY, ttl=300, clock=lambda: self.now)
+        self.nonces = iter(range(1, 10**9))
+        self.use: dict[int, dict] = {}
+
+    def begin(self, room):
+        """The room's current use; a use that has ended gives way to a new one."""
+        use = self.use.get(room)
+        if use is None or (use["decided"] is not None and use["nonce"] is not None):
+            use = self.use[room] = {"nonce": None, "endpoint": None, "decided": None, "verdict": None}
+        return use
+
+    @rule(room=ROOMS, endpoint=ENDPOINTS)
+    def hello(self, room, endpoint):
+        use = self.begin(room)
+        if use["nonce"] is not None:
+            return
+        use["nonce"], use["endpoint"] = next(self.nonces), endpoint
+        answer = self.admissions.hello(room, endpoint, use["nonce"])
+        if use["decided"] == "refused":
+            assert answer == use["verdict"]
+        elif use["decided"] == "admitted":
+            assert answer is None
+        # Undecided: prefill has yet to see this use. Nothing but an untold verdict of a former use may be returned.
+
+    @rule(room=ROOMS)
+    def refuse(self, room):
+        use = self.begin(room)
+        if use["decided"] is not None:
+            return
+        verdict = Verdict(400, f"use {next(self.nonces)}")
+        use["decided"], use["verdict"] = "refused", verdict
+        told = self.admissions.refuse(room, verdict)
+        if use["nonce"] is not None and (use["endpoint"], use["nonce"]) not in told:
+            # Only where the hello itself was answered already, by a verdict left over from a use that nobody asked for.
+            assert self.admissions.refused(room) == verdict
+        assert self.admissions.refused(room) == verdict
+
+    @rule(room=ROOMS)
+    def admit(self, room):
+        use = self.begin(room)
+        if use["decided"] is not None:
+            return
+        use["decided"] = "admitted"
+        self.admissions.admit(room)
+        assert self.admissions.refused(room) is None
+
+    @rule(room=ROOMS)
+    def hello_again(self, room):
+        """A repeated introduction of the same use changes nothing."""
+        use = self.use.get(room)
+        if use is None or use["nonce"] is None or use["decided"] is None:
+            return
+        answer = self.admissions.hello(room, use["endpoint"], use["nonce"])
+        assert answer == use["verdict"]
+
+    @rule(room=ROOMS)
+    def peer(self, room):
+        verdict = Verdict(400, "peer")
+        self.admissions.peer_refused(room, verdict)
+        assert self.admissions.take_peer_verdict(room) == verdict
+        assert self.admissions.take_peer_verdict(room) is None
+
+    @rule()
+    def time_passes(self):
+        self.now += 301
+        self.use.clear()
+        assert all(self.admissions.refused(room) is None for room in range(1, 5))
+
+    @invariant()
+    def bounded(self):
+        if hasattr(self, "admissions"):
+            assert len(self.admissions) <= 3 * CAPACITY
+
+
+Rooms.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestRooms = Rooms.TestCase
+
+
+def test_memory_is_bounded():
+    admissions = Admissions(capacity=16)
+    for room in range(1000):
+        admissions.hello(room, ("10.0.0.1", 1), room)
+        admissions.refuse(room + 10**6, Verdict(400, "no"))
+        admissions.peer_refused(room, Verdict(400, "no"))
+    assert len(admissions) == 48
+    assert admissions.refused(10**6 + 999) == Verdict(400, "no")
+    assert admissions.refused(10**6) is None
