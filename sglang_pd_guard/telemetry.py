@@ -16,6 +16,7 @@ METRICS = {
     "observed": ("counter", "Requests that a guard in observe mode would have refused.", ("role", "guard", "rule")),
     "peer_refusals": ("counter", "Refusals exchanged with peers.", ("role", "direction")),
     "unguarded_peers": ("counter", "Requests whose peer runs without a guard.", ("role", "action")),
+    "rooms": ("gauge", "Rooms this rank remembers: asked for, refused here, refused by the peer.", ("role", "state")),
     "faults": ("counter", "Faults inside the guard itself; each aborted its request.", ("role", "seam")),
     "dropped_refusals": ("counter", "Refusals that could not be sent to the peer.", ("role",)),
 }
@@ -43,6 +44,10 @@ class Telemetry:
             "pd-guard bound version=%s sglang=%s role=%s mode=%s peer=%s guards=%s",
             version, sglang, self.role, mode, peer, ",".join(guards) or "none",
         )  # fmt: skip
+
+    def rooms(self, count: dict[str, int]) -> None:
+        for state, number in count.items():
+            _metric("rooms").labels(self.role, state).set(number)
 
     def refused(self, guard: str, rule: str, rid: str | None, room: int | None, status: int, enforced: bool) -> None:
         _metric("refused" if enforced else "observed").labels(self.role, guard, rule).inc()

@@ -66,8 +66,8 @@ class Node:
 
         self.role = role
         self.settings = settings
-        self.admissions = Admissions()
         self.telemetry = Telemetry(role)
+        self.admissions = Admissions(on_change=self.telemetry.rooms)
         self.telemetry.start(
             __version__, settings.mode, settings.peer, [g for g in GUARDS if settings.runs(g)], sglang_version()
         )
@@ -110,6 +110,7 @@ class Node:
         """`transfer` is the sender (prefill) or receiver (decode) of the live request in `room`."""
         with self._live_lock:
             self._live[room] = transfer
+        weakref.finalize(transfer, self.admissions.release, room).atexit = False
 
     def live(self, room: int):
         """The sender or receiver of the request that lives in `room`, or None."""

@@ -15,11 +15,12 @@ Pure: nothing here imports SGLang. Thread-safe: the scheduler and the control th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Endpoint = tuple[str, int]
@@ -69,27 +70,30 @@ class _Bounded(Generic[T]):
         self._items: OrderedDict[int, tuple[float, T]] = OrderedDict()
 
     def __len__(self) -> int:
+        self._expire()
         return len(self._items)
 
     def put(self, key: int, value: T) -> None:
         self._items.pop(key, None)
         self._items[key] = (self._clock() + self._ttl, value)
+        self._expire()
         while len(self._items) > self._capacity:
             self._items.popitem(last=False)
 
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._items and next(iter(self._items.values()))[0] <= now:  # in the order of their deadlines
+            self._items.popitem(last=False)
+
     def get(self, key: int) -> T | None:
+        self._expire()
         entry = self._items.get(key)
-        if entry is None:
-            return None
-        if entry[0] <= self._clock():
-            del self._items[key]
-            return None
-        return entry[1]
+        return entry and entry[1]
 
     def pop(self, key: int) -> T | None:
-        value = self.get(key)
-        self._items.pop(key, None)
-        return value
+        self._expire()
+        entry = self._items.pop(key, None)
+        return entry and entry[1]
 
 
 @dataclasses.dataclass
@@ -116,21 +120,62 @@ class Admissions:
         capacity: rooms remembered of each kind; older ones are forgotten first.
         ttl: seconds after which a room is forgotten; SGLang's own bootstrap timeout is 300.
         clock: monotonic seconds.
+        on_change: called with the number of rooms by state (``asked``, ``refused``, ``peer``) after each change.
     """
 
-    def __init__(self, capacity: int = 8192, ttl: float = 300.0, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        capacity: int = 8192,
+        ttl: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[dict[str, int]], None] = lambda rooms: None,
+    ):
         self._lock = threading.Lock()
+        self._on_change = on_change
+        self._gone: deque[int] = deque()
         self._asked: _Bounded[_Asked] = _Bounded(capacity, ttl, clock)
         self._refused: _Bounded[_Refused] = _Bounded(capacity, ttl, clock)
         self._peer: _Bounded[Verdict] = _Bounded(capacity, ttl, clock)
 
-    def __len__(self) -> int:
+    def rooms(self) -> dict[str, int]:
+        """How many rooms are remembered, by state."""
+        with self._locked():
+            return self._count()
+
+    def _count(self) -> dict[str, int]:
+        return {"asked": len(self._asked), "refused": len(self._refused), "peer": len(self._peer)}
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
         with self._lock:
-            return len(self._asked) + len(self._refused) + len(self._peer)
+            self._drop_gone()
+            yield
+            self._on_change(self._count())
+
+    def _drop_gone(self) -> None:
+        while self._gone:
+            room = self._gone.popleft()
+            asked = self._asked.pop(room)
+            if asked is None:
+                continue
+            # Who has asked since, with a new nonce, asked for the room's next use.
+            fresh = {e: nonce for e, nonce in asked.nonces.items() if e not in asked.former}
+            if fresh:
+                self._asked.put(room, _Asked(fresh))
+
+    def release(self, room: int) -> None:
+        """The request admitted in `room` is gone. Never blocks: a finalizer may call it at any point."""
+        self._gone.append(room)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop_gone()
+                self._on_change(self._count())
+            finally:
+                self._lock.release()
 
     def hello(self, room: int, endpoint: Endpoint, nonce: int) -> Verdict | None:
         """A decode rank asks for `room`: the verdict to send it, or None where none is known yet."""
-        with self._lock:
+        with self._locked():
             refused = self._refused.get(room)
             if refused is not None:
                 if refused.told.setdefault(endpoint, nonce) == nonce:
@@ -150,7 +195,7 @@ class Admissions:
 
         Some of them may be of a former use of the room; decode knows them by their nonce.
         """
-        with self._lock:
+        with self._locked():
             asked = self._asked.pop(room) or _Asked()
             told = {endpoint: nonce for endpoint, nonce in asked.nonces.items() if endpoint not in asked.former}
             self._refused.put(room, _Refused(verdict, told))
@@ -158,13 +203,13 @@ class Admissions:
 
     def refused(self, room: int) -> Verdict | None:
         """The verdict under which `room` was refused here and not used again since."""
-        with self._lock:
+        with self._locked():
             refused = self._refused.get(room)
             return refused and refused.verdict
 
     def admit(self, room: int) -> Verdict | None:
         """A request in `room` is accepted here: the verdict that its peer has already sent, if any."""
-        with self._lock:
+        with self._locked():
             self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
             asked.admitted, asked.former = True, set(asked.nonces)
@@ -173,10 +218,10 @@ class Admissions:
 
     def peer_refused(self, room: int, verdict: Verdict) -> None:
         """The peer refused the request in `room`."""
-        with self._lock:
+        with self._locked():
             self._peer.put(room, verdict)
 
     def take_peer_verdict(self, room: int) -> Verdict | None:
         """The peer's verdict on the request in `room`, which is failing now; it is used up."""
-        with self._lock:
+        with self._locked():
             return self._peer.pop(room)

@@ -68,6 +68,17 @@ class Rooms(RuleBasedStateMachine):
         assert self.admissions.refused(room) is None
 
     @rule(room=ROOMS)
+    def release(self, room):
+        """The admitted request is gone: nothing of it stays, whoever asks for the room's next use keeps asking."""
+        use = self.use.get(room)
+        if use is None or use["decided"] != "admitted" or use["nonce"] is None:
+            return
+        before = self.admissions.rooms()["asked"]
+        self.admissions.release(room)
+        assert self.admissions.rooms()["asked"] == before - 1
+        self.use.pop(room)
+
+    @rule(room=ROOMS)
     def hello_again(self, room):
         """A repeated introduction of the same use changes nothing."""
         use = self.use.get(room)
@@ -92,7 +103,7 @@ class Rooms(RuleBasedStateMachine):
     @invariant()
     def bounded(self):
         if hasattr(self, "admissions"):
-            assert len(self.admissions) <= 3 * CAPACITY
+            assert all(n <= CAPACITY for n in self.admissions.rooms().values())
 
 
 Rooms.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
@@ -105,6 +116,15 @@ def test_memory_is_bounded():
         admissions.hello(room, ("10.0.0.1", 1), room)
         admissions.refuse(room + 10**6, Verdict(400, "no"))
         admissions.peer_refused(room, Verdict(400, "no"))
-    assert len(admissions) == 48
+    assert admissions.rooms() == {"asked": 16, "refused": 16, "peer": 16}
     assert admissions.refused(10**6 + 999) == Verdict(400, "no")
     assert admissions.refused(10**6) is None
+
+
+def test_release_never_blocks():
+    """A finalizer runs at any point, also while the same thread is inside."""
+    admissions = Admissions(on_change=lambda rooms: admissions.release(1))
+    admissions.hello(1, ("10.0.0.1", 1), 5)
+    admissions.admit(1)
+    admissions.release(1)
+    assert admissions.rooms()["asked"] == 0
