@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.node import FAULT, Node, verdict_of
-from sglang_pd_guard.guards.admission import Verdict
+from sglang_pd_guard.guards.admission import Verdict, never_fits
 
 
 def guarded_room(req) -> int | None:
@@ -19,7 +19,7 @@ def prefill_door(original, queue, req, num_kv_heads):
     node.at_door = req
     if guarded_room(req) is None:
         return original(queue, req, num_kv_heads)
-    if _rejected(node, "prefill_door", req):
+    if _rejected(node, "prefill_door", req, queue):
         return _retire(node, queue.scheduler, req)
     original(queue, req, num_kv_heads)
     sender = getattr(req, "disagg_kv_sender", None)
@@ -42,22 +42,43 @@ def decode_door(original, queue, req, *args, **kwargs):
     resumed = any(args) or any(kwargs.values())  # is_retracted, is_rebootstrap: it has been admitted before
     if guarded_room(req) is None or resumed:
         return original(queue, req, *args, **kwargs)
-    if _rejected(node, "decode_door", req):
+    if _rejected(node, "decode_door", req, queue):
         return _retire(node, queue.scheduler, req)
     return original(queue, req, *args, **kwargs)
 
 
-def _rejected(node: Node, seam: str, req) -> bool:
-    """Whether the request at the door carries a verdict already; its peer has been told then."""
+def _rejected(node: Node, seam: str, req, queue) -> bool:
+    """Whether the request at the door carries a verdict, SGLang's or ours; its peer has been told then."""
     with node.shield(seam, req) as fault:
-        verdict = verdict_of(req)
-        if verdict is None or _holds_resources(req):
+        if _holds_resources(req):
             return False
-        node.refused(req, verdict, "unadmitted")
+        rule = "unadmitted"
+        verdict = verdict_of(req)
+        if verdict is None:
+            rule = "never-fits"
+            verdict = never_fits(node.role, len(req.origin_input_ids), queue.scheduler.max_total_num_tokens, _margin(queue, req))
+            if verdict is not None and node.settings.enforcing:
+                req.set_finish_with_abort(verdict.message)
+        if verdict is None:
+            return False
+        node.refused(req, verdict, rule)
         return node.settings.enforcing
     if fault[0]:
         _give_verdict(req, FAULT)
     return fault[0]
+
+
+def _margin(queue, req) -> int:
+    """Tokens of the pool that SGLang's scheduler keeps free beside this prompt, or none of the request would ever run."""
+    scheduler = queue.scheduler
+    reserved = getattr(queue, "num_reserved_decode_tokens", None)
+    if reserved is not None:  # decode: DecodePreallocQueue.pop_preallocated
+        return 0 if getattr(scheduler, "enable_hisparse", False) else reserved
+    # prefill: PrefillAdder.add_one_req keeps a page for alignment and takes prompt + 1 < pool; without a prefix cache
+    # and with ignore_eos it counts whole pages and keeps nothing.
+    if req.sampling_params.ignore_eos and getattr(scheduler.tree_cache, "disable", True):
+        return 0
+    return scheduler.token_to_kv_pool_allocator.page_size + 2
 
 
 def _holds_resources(req) -> bool:
@@ -93,6 +114,33 @@ def _retire(node: Node, scheduler, req) -> None:
     (req.update_finish_state if hasattr(req, "update_finish_state") else req.check_finished)()
     stream = getattr(scheduler, "output_streamer", scheduler).stream_output
     stream([req], req.return_logprob)
+
+
+#: Every so many scheduler steps. All ranks count alike, for they step together.
+_STARVED_EVERY = 16
+
+
+def handshake_waiters(original, queue, *args, **kwargs):
+    node = nodes.current()
+    node.handshake_steps += 1
+    if node.handshake_steps % _STARVED_EVERY == 0 and node.settings.enforcing:
+        with node.shield("handshake_waiters"):
+            _notice_refused_among_starved(queue)
+    return original(queue, *args, **kwargs)
+
+
+def _notice_refused_among_starved(queue) -> None:
+    """Lets SGLang poll again where it skips the poll because every request in the queue merely waits for memory."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+    from sglang.srt.disaggregation.utils import poll_and_all_reduce
+
+    waiting = queue.queue
+    if not waiting or getattr(queue, "pp_size", 1) > 1 or not all(entry.waiting_for_input for entry in waiting):
+        return
+    polls = poll_and_all_reduce([entry.kv_receiver for entry in waiting], queue.gloo_group)
+    for entry, poll in zip(waiting, polls, strict=True):
+        if poll == KVPoll.Failed:  # on all ranks alike, so all will poll
+            entry.waiting_for_input = False
 
 
 def add_request(original, scheduler, req, *args, **kwargs):

@@ -73,6 +73,7 @@ class Node:
         )
         self.manager = None
         self.at_door: object | None = None
+        self.handshake_steps = 0
         self._live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         self._live_lock = threading.Lock()
         self.guarded_peers = _Recent()

@@ -221,6 +221,20 @@ SEAMS: tuple[Seam, ...] = (
         retire="SGLang's decode tells prefill about a reject",
     ),
     Seam(
+        target=_DECODE + "DecodePreallocQueue._update_handshake_waiters",
+        hook="admission:handshake_waiters",
+        process="scheduler",
+        role="decode",
+        guard="admission",
+        signature={
+            "0.5.11": ("self", "rids_to_check"),
+            "0.5.18": ("self", "rids_to_check", "pp_good_rids", "pp_bad_rids"),
+        },
+        why="a refused request that waits for decode memory is failed now: SGLang polls it only once it has pages",
+        upstream="#9726",
+        retire="SGLang polls requests that wait for memory",
+    ),
+    Seam(
         target=_SRT + "managers.scheduler.Scheduler._add_request_to_queue",
         hook="admission:add_request",
         process="scheduler",

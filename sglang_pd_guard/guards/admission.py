@@ -62,6 +62,30 @@ class Verdict:
         return cls(int(data["status"]), data["message"], err_type and err_type[:100])
 
 
+def never_fits(role: str, prompt: int, pool: int, margin: int) -> Verdict | None:
+    """The verdict on a prompt that SGLang admits and can then never schedule, or None.
+
+    SGLang's intake accepts prompts up to 6 tokens short of the node's KV pool; its schedulers want more room than that
+    beside the prompt, a page on prefill and ``--num-reserved-decode-tokens`` on decode (every release from
+    0.5.12 to 0.5.23). What lies between waits at the head of the queue for ever, and everyone behind it too.
+
+    Args:
+        role: ``prefill`` or ``decode``, for the words.
+        prompt: tokens of the prompt.
+        pool: tokens of this node's KV pool.
+        margin: tokens that must stay free beside the prompt.
+    """
+    longest = pool - margin
+    if prompt <= longest:
+        return None
+    return Verdict(
+        400,
+        f"Input length ({prompt} tokens) can never be scheduled in this {role}'s KV pool of {pool} tokens. "
+        f"Use at most {longest} tokens, or raise the {role}'s --max-total-tokens or --mem-fraction-static.",
+        "BadRequestError",
+    )
+
+
 class _Bounded(Generic[T]):
     """A dict of at most `capacity` entries that forgets each after `ttl` seconds, oldest first."""
 

@@ -1,0 +1,93 @@
+"""Traffic with exact right answers, and a scan for other tenants' text."""
+
+from __future__ import annotations
+
+import random
+import string
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+
+from pd_rig.client import Reply, run_concurrently
+from pd_rig.cluster import Cluster
+from pd_rig.model import echo
+
+#: So many characters in a row are no coincidence in random letters.
+LEAK = 12
+
+
+def secret(length: int, rng: random.Random) -> str:
+    """One tenant's prompt: random letters, so no run of it stands in anybody else's text."""
+    return "".join(rng.choices(string.ascii_letters, k=length))
+
+
+def shared_run(answer: str, text: str) -> str:
+    """The longest run of characters that stands in both."""
+    match = SequenceMatcher(None, answer, text, autojunk=False).find_longest_match()
+    return answer[match.a : match.a + match.size]
+
+
+@dataclass
+class Campaign:
+    """What the attacks of one campaign brought.
+
+    Args:
+        refusals: replies to the attacks, in order.
+        leaks: for each attack answered with a victim's text, the longest run of it.
+        wrong: victims whose own answer was not the exact right one.
+    """
+
+    refusals: list[Reply] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    wrong: list[Reply] = field(default_factory=list)
+
+
+def attack(
+    cluster: Cluster, attacks: int, *, seed: int = 0, timeout: float = 30, stop_at_leak: bool = False
+) -> Campaign:
+    """Victims and attackers by turns, through the router; attacks are of random sizes above the prefill's pool."""
+    rng = random.Random(seed)
+    limit = cluster.prefill_limit
+    ceiling = cluster.decode_limit - 64
+    campaign = Campaign()
+    victims: list[str] = []
+    for _ in range(attacks):
+        prompt = secret(rng.randrange(limit // 2, cluster.longest_prompt + 1), rng)
+        reply = cluster.complete(prompt, 64, timeout=timeout)
+        victims = [*victims, prompt + echo(prompt, 64)][-3:]
+        if reply.text != echo(prompt, 64):
+            campaign.wrong.append(reply)
+        # Just above the limit the stale pages hold keys at the very positions the model looks at.
+        size = (
+            rng.randrange(limit, min(limit + 256, ceiling))
+            if rng.random() < 0.5
+            else rng.randrange(limit, ceiling)
+        )
+        reply = cluster.complete("0" * size, 64, timeout=timeout)
+        campaign.refusals.append(reply)
+        run = max((shared_run(reply.text or "", victim) for victim in victims), key=len)
+        if len(run) >= LEAK:
+            campaign.leaks.append(run)
+            if stop_at_leak:
+                break
+    return campaign
+
+
+def healthy(
+    cluster: Cluster, requests: int, *, workers: int = 8, seed: int = 1, n: int = 24
+) -> list[tuple[int, Reply]]:
+    """Requests of mixed lengths, from one token to the longest that fits, `workers` at a time, through the router.
+
+    Returns the (prompt length, reply) pairs whose answer is not the exact right one: empty on a sound cluster.
+    """
+    rng = random.Random(seed)
+    longest = cluster.longest_prompt
+    edges = [1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, longest]
+    lengths = edges + [int(longest ** rng.random()) for _ in range(requests - len(edges))]
+    rng.shuffle(lengths)
+    prompts = [secret(length, rng) for length in lengths]
+    replies = run_concurrently([lambda p=p: cluster.complete(p, n, timeout=120) for p in prompts], workers)
+    return [
+        (len(prompt), reply)
+        for prompt, reply in zip(prompts, replies, strict=True)
+        if reply.status != 200 or reply.text != echo(prompt, n)
+    ]
