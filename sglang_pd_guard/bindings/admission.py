@@ -6,25 +6,43 @@ from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.node import FAULT, Node, verdict_of
 from sglang_pd_guard.guards.admission import Verdict, never_fits
 
+#: Said to a request that SGLang would wait for, or crash on, since nobody could ever match it with its peer.
+NO_ROOM = Verdict(
+    400,
+    "This request has no bootstrap room. Send it through the PD router; sessions need SGLang 0.5.20 or later there.",
+    "BadRequestError",
+)
+
 
 def guarded_room(req) -> int | None:
     """The bootstrap room of a request whose KV really is transferred; None for health checks and warm-up."""
+    return None if _is_fake(req) else req.bootstrap_room
+
+
+def _is_fake(req) -> bool:
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-    return None if req.bootstrap_host == FAKE_BOOTSTRAP_HOST else req.bootstrap_room
+    return req.bootstrap_host == FAKE_BOOTSTRAP_HOST
+
+
+def generate_request(original, scheduler, recv_req, *args, **kwargs):
+    node = nodes.current()
+    node.incoming = recv_req
+    try:
+        return original(scheduler, recv_req, *args, **kwargs)
+    finally:
+        node.incoming = None
 
 
 def prefill_door(original, queue, req, num_kv_heads):
     node = nodes.current()
     node.at_door = req
-    if guarded_room(req) is None:
-        return original(queue, req, num_kv_heads)
     if _rejected(node, "prefill_door", req, queue):
         return _retire(node, queue.scheduler, req)
     original(queue, req, num_kv_heads)
     sender = getattr(req, "disagg_kv_sender", None)
-    if sender is None or verdict_of(req) is not None:
-        return None  # SGLang refused it in between: prepare_abort has told decode
+    if guarded_room(req) is None or sender is None or verdict_of(req) is not None:
+        return None  # a health check, or refused by SGLang in between: prepare_abort has told decode
     with node.shield("prefill_door", req) as fault:
         node.track(req.bootstrap_room, sender)
         peer_verdict = node.admissions.admit(req.bootstrap_room)
@@ -40,9 +58,7 @@ def decode_door(original, queue, req, *args, **kwargs):
     node = nodes.current()
     node.at_door = req
     resumed = any(args) or any(kwargs.values())  # is_retracted, is_rebootstrap: it has been admitted before
-    if guarded_room(req) is None or resumed:
-        return original(queue, req, *args, **kwargs)
-    if _rejected(node, "decode_door", req, queue):
+    if not resumed and _rejected(node, "decode_door", req, queue):
         return _retire(node, queue.scheduler, req)
     return original(queue, req, *args, **kwargs)
 
@@ -50,17 +66,16 @@ def decode_door(original, queue, req, *args, **kwargs):
 def _rejected(node: Node, seam: str, req, queue) -> bool:
     """Whether the request at the door carries a verdict, SGLang's or ours; its peer has been told then."""
     with node.shield(seam, req) as fault:
-        if _holds_resources(req):
+        if _is_fake(req) or _holds_resources(req):
             return False
-        rule = "unadmitted"
-        verdict = verdict_of(req)
+        rule, verdict = "unadmitted", verdict_of(req)
         if verdict is None:
-            rule = "never-fits"
-            verdict = never_fits(node.role, len(req.origin_input_ids), queue.scheduler.max_total_num_tokens, _margin(queue, req))
-            if verdict is not None and node.settings.enforcing:
+            rule, verdict = _unservable(node, req, queue)
+            if verdict is None:
+                return False
+            if node.settings.enforcing:
                 req.set_finish_with_abort(verdict.message)
-        if verdict is None:
-            return False
+        _adopt_room(node, req)
         node.refused(req, verdict, rule)
         return node.settings.enforcing
     if fault[0]:
@@ -68,17 +83,29 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
     return fault[0]
 
 
-def _margin(queue, req) -> int:
-    """Tokens of the pool that SGLang's scheduler keeps free beside this prompt, or none of the request would ever run."""
-    scheduler = queue.scheduler
+def _unservable(node: Node, req, queue) -> tuple[str, Verdict | None]:
+    """Our own verdict on a request that SGLang admits and cannot serve, with the rule it breaks."""
+    if req.bootstrap_room is None and node.manager is not None:
+        return "no-room", NO_ROOM
+    pool = queue.scheduler.max_total_num_tokens
+    return "never-fits", never_fits(node.role, len(req.origin_input_ids), pool, _margin(queue))
+
+
+def _adopt_room(node: Node, req) -> None:
+    """SGLang builds the request of an unknown session (before 0.5.20: of any) without its room: take it from the wire."""
+    source = node.incoming
+    if req.bootstrap_room is None and source is not None and source.rid == req.rid:
+        req.bootstrap_host, req.bootstrap_room = source.bootstrap_host, source.bootstrap_room
+        req.bootstrap_port = source.bootstrap_port
+
+
+def _margin(queue) -> int:
+    """Tokens of the pool that SGLang's scheduler keeps free beside a prompt, or it never runs it."""
     reserved = getattr(queue, "num_reserved_decode_tokens", None)
     if reserved is not None:  # decode: DecodePreallocQueue.pop_preallocated
-        return 0 if getattr(scheduler, "enable_hisparse", False) else reserved
-    # prefill: PrefillAdder.add_one_req keeps a page for alignment and takes prompt + 1 < pool; without a prefix cache
-    # and with ignore_eos it counts whole pages and keeps nothing.
-    if req.sampling_params.ignore_eos and getattr(scheduler.tree_cache, "disable", True):
-        return 0
-    return scheduler.token_to_kv_pool_allocator.page_size + 2
+        return 0 if getattr(queue.scheduler, "enable_hisparse", False) else reserved
+    # prefill: PrefillAdder.add_one_req keeps a page for alignment and takes prompt + 1 < pool.
+    return queue.scheduler.token_to_kv_pool_allocator.page_size + 2
 
 
 def _holds_resources(req) -> bool:

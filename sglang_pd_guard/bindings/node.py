@@ -72,6 +72,7 @@ class Node:
             __version__, settings.mode, settings.peer, [g for g in GUARDS if settings.runs(g)], sglang_version()
         )
         self.manager = None
+        self.incoming: object | None = None
         self.at_door: object | None = None
         self.handshake_steps = 0
         self._live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
@@ -143,7 +144,7 @@ class Node:
         """
         room = req.bootstrap_room
         self.telemetry.refused("admission", rule, req.rid, room, verdict.status, self.settings.enforcing)
-        if not self.settings.enforcing or self.manager is None:
+        if not self.settings.enforcing or self.manager is None or room is None:
             return
         if self.role == "prefill":
             sender = getattr(req, "disagg_kv_sender", None)

@@ -235,6 +235,17 @@ SEAMS: tuple[Seam, ...] = (
         retire="SGLang polls requests that wait for memory",
     ),
     Seam(
+        target=_SRT + "managers.scheduler.Scheduler.handle_generate_request",
+        hook="admission:generate_request",
+        process="scheduler",
+        role="both",
+        guard="admission",
+        signature=("self", "recv_req"),
+        why="remembers the incoming message: SGLang drops its room for unknown sessions, and then its peer cannot be told",
+        upstream="-",
+        retire="SGLang keeps the room of a rejected session request (0.5.23 does)",
+    ),
+    Seam(
         target=_SRT + "managers.scheduler.Scheduler._add_request_to_queue",
         hook="admission:add_request",
         process="scheduler",

@@ -220,6 +220,7 @@ class Admissions:
         Some of them may be of a former use of the room; decode knows them by their nonce.
         """
         with self._locked():
+            self._peer.pop(room)
             asked = self._asked.pop(room) or _Asked()
             told = {endpoint: nonce for endpoint, nonce in asked.nonces.items() if endpoint not in asked.former}
             self._refused.put(room, _Refused(verdict, told))
