@@ -23,6 +23,7 @@ import psutil
 import requests
 
 from pd_rig.client import Reply, get, post, run_concurrently
+from pd_rig.drift import SITE as DRIFT_SITE
 from pd_rig.home import RigError, overlay, rig_python, why_missing
 from pd_rig.model import echo, ensure_model
 from pd_rig.ports import PortPool
@@ -109,6 +110,7 @@ class Cluster:
         overlap: bool = False,
         warm_up: bool = True,
         start_timeout: float = 240.0,
+        entry: Sequence[str] = ("-m", "sglang.launch_server"),
     ):
         if reason := why_missing(version):
             raise RigError(reason)
@@ -132,6 +134,7 @@ class Cluster:
         self._overlap = overlap
         self._warm_up = warm_up
         self._start_timeout = start_timeout
+        self._entry = list(entry)
         self._router: ServerProcess | None = None
         self.servers: list[ServerProcess] = []  # the nodes and the router
         self._ports = PortPool()
@@ -149,10 +152,7 @@ class Cluster:
         begin = time.monotonic()
         _live.add(self)
         try:
-            self.log_dir = Path(self._log_dir or tempfile.mkdtemp(prefix=f"pd-rig-{self.version}-"))
-            self.log_dir.mkdir(parents=True, exist_ok=True)
-            self.fault_dir = self.log_dir / "faults"
-            self.fault_dir.mkdir(exist_ok=True)
+            self._make_folders()
             self._say(f"SGLang {self.version}: starting, logs in {self.log_dir}")
             self._start_nodes()
             deadline = begin + self._start_timeout
@@ -169,6 +169,16 @@ class Cluster:
         self.start_seconds = time.monotonic() - begin
         self._say(f"SGLang {self.version}: up in {self.start_seconds:.0f} s")
         return self
+
+    def start_one(self, role: Literal["prefill", "decode"] = "prefill") -> NodeHandle:
+        """Start a single node and return at once, for tests of the start-up itself; `stop` ends it."""
+        _live.add(self)
+        self._make_folders()
+        return self._start_node(role, role, ensure_model())
+
+    def wait_healthy(self, node: NodeHandle) -> None:
+        """Wait until this node's ``/health`` says 200; raise RigError if it ends before."""
+        self._wait_for(lambda: self._healthy(node), f"{node.name} to be healthy", time.monotonic() + self._start_timeout)
 
     def stop(self) -> None:
         """End every process of this cluster; harmless when there is none."""
@@ -207,6 +217,12 @@ class Cluster:
 
     # ---------------------------------------------------------------- start-up
 
+    def _make_folders(self) -> None:
+        self.log_dir = Path(self._log_dir or tempfile.mkdtemp(prefix=f"pd-rig-{self.version}-"))
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.fault_dir = self.log_dir / "faults"
+        self.fault_dir.mkdir(exist_ok=True)
+
     def _start_nodes(self) -> None:
         model = ensure_model()
         self.prefills.clear()
@@ -218,7 +234,7 @@ class Cluster:
     def _start_node(self, name: str, role: Literal["prefill", "decode"], model: Path) -> NodeHandle:
         port = self._ports.take()
         bootstrap_port = self._ports.take() if role == "prefill" else None
-        command = [rig_python(), "-m", "sglang.launch_server", "--model-path", str(model)]
+        command = [rig_python(), *self._entry, "--model-path", str(model)]
         command += ["--served-model-name", "echo", "--host", HOST, "--port", str(port)]
         command += ["--nccl-port", str(self._ports.take()), "--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
@@ -278,6 +294,8 @@ class Cluster:
         env |= self._env
         if role is not None:
             env |= self._role_env[role]
+        if env.get("PD_RIG_DRIFT"):
+            env["PYTHONPATH"] = os.pathsep.join([str(DRIFT_SITE), env["PYTHONPATH"]])
         return {key: value for key, value in env.items() if value is not None}
 
     def _start_router(self) -> None:

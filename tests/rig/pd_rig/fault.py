@@ -57,6 +57,21 @@ def slow_write() -> None:
     )
 
 
+@fault
+def guard_raises() -> None:
+    """Make the guard itself fail on requests whose rid begins with ``fault-``. Control file: any word."""
+    import sglang_pd_guard.bindings.admission as admission
+
+    original = admission.verdict_of
+
+    def verdict_of(req):
+        if control("guard_raises") and str(req.rid).startswith("fault-"):
+            raise RuntimeError("a fault inside the guard")
+        return original(req)
+
+    admission.verdict_of = verdict_of
+
+
 def load() -> None:
     """Entry point of the group ``sglang.srt.plugins``: arm the faults that ``PD_RIG_FAULT`` names."""
     for name in filter(None, (word.strip() for word in os.environ.get("PD_RIG_FAULT", "").split(","))):

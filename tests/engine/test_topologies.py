@@ -1,0 +1,141 @@
+"""The admission guard where SGLang runs otherwise: schedulers, chunking, optimistic prefill, TP, PP, DP, two prefills."""
+
+import random
+
+import pytest
+from pd_rig.home import why_missing
+from pd_rig.model import echo
+from pd_rig.traffic import attack, healthy, secret
+
+pytestmark = pytest.mark.engine
+
+VARIANTS = {
+    "overlap scheduler, small chunks": {"overlap": True, "common_args": ["--chunked-prefill-size", "512"]},
+    "no chunked prefill": {"common_args": ["--chunked-prefill-size", "-1"]},
+    "optimistic prefill": {"prefill_args": ["--optimistic-prefill-attempts", "2"]},
+    "no prefix cache": {"common_args": ["--disable-radix-cache"]},
+    "sglang serve": {"entry": ("-m", "sglang.cli.main", "serve")},
+    "environment instead of flag": {
+        "guard": False,
+        "env": {"SGLANG_PLUGINS": None, "SGLANG_PD_GUARD": "1", "SGLANG_PD_GUARD_PEER": "require"},
+    },
+}
+
+
+def guarded(clusters, version, **options):
+    if reason := why_missing(version):
+        pytest.skip(reason)
+    return clusters(version, **({"guard": True} | options))
+
+
+def check(cluster, attacks: int = 8, requests: int = 24) -> None:
+    campaign = attack(cluster, attacks)
+    assert (campaign.leaks, campaign.wrong) == ([], [])
+    for reply in campaign.refusals:
+        assert (reply.status, reply.text) == (400, None), reply
+        assert reply.seconds < 2
+    assert healthy(cluster, requests) == []
+    cluster.wait_idle()
+    for node in cluster.nodes:
+        assert "sglang:pd_guard_info{" in node.metrics()
+        assert "pd-guard fault" not in node.log_text()
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "0.5.23"], indirect=True)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant(clusters, version, variant):
+    check(guarded(clusters, version, **VARIANTS[variant]))
+
+
+PARALLEL = {
+    "tp": ["--tp-size", "2"],
+    "dp": ["--dp-size", "2"],
+    "dp round robin": ["--dp-size", "2", "--load-balance-method", "round_robin"],
+}
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "0.5.23"], indirect=True)
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_parallel(clusters, version, parallel):
+    """The settings reach every scheduler process, and all ranks agree on every verdict."""
+    cluster = guarded(clusters, version, common_args=PARALLEL[parallel], start_timeout=400)
+    for node in cluster.nodes:
+        assert node.log_text().count("pd-guard bound version=") == 2
+    check(cluster)
+    # Every rank of both nodes fails a request that one node refuses; nobody waits for the other.
+    for prefill_prompt, prompt in (("0" * 5000, "1" * 500), (secret(500, random.Random(1)), "0" * 8500)):
+        prefill, decode = cluster.pair(prompt, 8, prefill_prompt=prefill_prompt, timeout=20)
+        assert (prefill.status, decode.status) == (400, 400)
+        assert prefill.error == decode.error
+    cluster.wait_idle(2)
+
+
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+def test_two_prefills(clusters, version):
+    cluster = guarded(clusters, version, prefills=2)
+    check(cluster, attacks=6)
+    for via in (0, 1):
+        prompt = secret(900, random.Random(via))
+        prefill, decode = cluster.pair("0" * 5000, 8, via=via)
+        assert (prefill.status, decode.status) == (400, 400)
+        _, decode = cluster.pair(prompt, 8, via=via)
+        assert decode.text == echo(prompt, 8)
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "0.5.23"], indirect=True)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_unguarded_peer(clusters, version, side):
+    """require (the default) refuses it and says what to do; prefer serves it, and rejects still reach it."""
+    unguarded_env = {"SGLANG_PLUGINS": "pd_rig_fault"}
+    flags = ["--enable-pd-guard"]
+    guarded_side = "decode" if side == "prefill" else "prefill"
+
+    def cluster_with(peer):
+        return clusters(
+            version,
+            fresh=True,
+            guard=False,
+            warm_up=False,
+            env={"SGLANG_PLUGINS": None},
+            **{f"{side}_env": unguarded_env, f"{guarded_side}_args": [*flags, "--pd-guard-peer", peer]},
+        )
+
+    if reason := why_missing(version):
+        pytest.skip(reason)
+    prompt = secret(700, random.Random(4))
+    cluster = cluster_with("require")
+    prefill, decode = cluster.pair(prompt, 8, timeout=20)
+    reply = decode if guarded_side == "decode" else prefill
+    assert reply.status == 503, reply
+    assert "runs without the guard" in reply.error and "--pd-guard-peer prefer" in reply.error
+    assert decode.status is not None and decode.status >= 500
+
+    cluster = cluster_with("prefer")
+    prefill, decode = cluster.pair(prompt, 8, timeout=20)
+    assert (prefill.status, decode.status, decode.text) == (200, 200, echo(prompt, 8))
+    if guarded_side == "prefill":  # decode has no guard and no words of ours, but is told all the same
+        prefill, decode = cluster.pair("0" * 5000, 8, timeout=20)
+        assert prefill.status == 400
+        assert decode.status == 500, decode
+        assert decode.seconds < 3
+        cluster.wait_idle()
+    node = cluster.decode if guarded_side == "decode" else cluster.prefills[0]
+    assert f'sglang:pd_guard_unguarded_peers_total{{action="served",role="{guarded_side}"}}' in node.metrics()
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "0.5.23"], indirect=True)
+def test_a_fault_inside_the_guard_aborts_that_request_alone(clusters, version):
+    cluster = guarded(clusters, version, fresh=True, env={"PD_RIG_FAULT": "guard_raises"})
+    (cluster.fault_dir / "guard_raises").write_text("on")
+    prompt = secret(700, random.Random(5))
+    prefill, decode = cluster.pair(prompt, 8, rid="fault-1", timeout=20)
+    for reply in (prefill, decode):
+        assert reply.status == 500, reply
+        assert "The PD guard could not check this request and aborted it" in reply.error
+    prefill, decode = cluster.pair(prompt, 8, timeout=20)
+    assert (prefill.status, decode.text) == (200, echo(prompt, 8))
+    cluster.wait_idle()
+    cluster.check_alive()
+    assert "pd-guard fault seam=prefill_door role=prefill rid=fault-1" in cluster.prefills[0].log_text()
+    assert 'sglang:pd_guard_faults_total{role="prefill",seam="prefill_door"} 1.0' in cluster.prefills[0].metrics()

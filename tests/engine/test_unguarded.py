@@ -1,0 +1,99 @@
+"""What happens without the guard, in the same words as test_admission.py: these tests show that those can fail.
+
+They pass while the named SGLang has the fault. When one fails on a new release, upstream has mended it.
+"""
+
+import random
+import threading
+import time
+
+import pytest
+from pd_rig.client import run_concurrently
+from pd_rig.home import why_missing
+from pd_rig.model import echo
+from pd_rig.traffic import attack, secret
+
+pytestmark = pytest.mark.engine
+
+
+def unguarded(clusters, version, **options):
+    if reason := why_missing(version):
+        pytest.skip(reason)
+    return clusters(version, fresh=True, **options)
+
+
+@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.15.post1", "0.5.18", "0.5.19"], indirect=True)
+def test_an_oversize_prompt_is_answered_with_another_tenants_text(clusters, version):
+    """The incident: HTTP 200, and the answer is the victim's text."""
+    cluster = unguarded(clusters, version)
+    campaign = attack(cluster, 50, timeout=10, stop_at_leak=True)
+    assert campaign.leaks, f"no leak in {len(campaign.refusals)} attacks"
+    assert campaign.refusals[-1].status == 200
+
+
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.21", "0.5.22", "0.5.23"], indirect=True)
+def test_an_oversize_prompt_hangs_and_starves_everyone(clusters, version):
+    """Prefill refuses, decode is never told: its client hangs and its pages stay reserved."""
+    cluster = unguarded(clusters, version)
+    prompt = secret(1000, random.Random(1))
+    attackers = [threading.Thread(target=cluster.complete, args=("0" * 5000, 8, 15)) for _ in range(3)]
+    for thread in attackers:
+        thread.start()
+        time.sleep(0.3)
+    legitimate = cluster.complete(prompt, 8, timeout=6)
+    assert legitimate.status is None, legitimate
+    assert cluster.used_pages()["decode"] >= 79
+    for thread in attackers:
+        thread.join()
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "0.5.23"], indirect=True)
+def test_a_prompt_of_nearly_the_pools_size_blocks_prefill(clusters, version):
+    """SGLang admits it, never schedules it, and schedules nobody behind it."""
+    cluster = unguarded(clusters, version)
+    stuck = threading.Thread(target=cluster.pair, args=("0" * 4050, 8), kwargs={"timeout": 12})
+    stuck.start()
+    time.sleep(1)
+    prompt = secret(300, random.Random(2))
+    assert cluster.complete(prompt, 8, timeout=5).status is None
+    stuck.join()
+
+
+@pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
+def test_an_unknown_session_ends_the_decode_server(clusters, version):
+    """One request of any client, and the scheduler process dies."""
+    cluster = unguarded(clusters, version, router=False)
+    extra = {"session_params": {"id": "no-such-session"}}
+    cluster.pair("0" * 500, 8, extra=extra, timeout=10, which="decode")
+    assert cluster.decode.wait(60) != 0
+    assert "'NoneType' object has no attribute 'startswith'" in cluster.decode.log_text()
+
+
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+def test_prefill_waits_when_decode_refuses(clusters, version):
+    """The mirror image: prefill's client hangs where decode has answered 400 at once."""
+    cluster = unguarded(clusters, version)
+    prefill, decode = cluster.pair("0" * 8500, 8, prefill_prompt=secret(500, random.Random(3)), timeout=6)
+    assert decode.status == 400
+    assert prefill.status is None
+
+
+@pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
+def test_observe_mode_counts_and_changes_nothing(clusters, version):
+    """With the guard in observe mode the leak is there as without it, but it is counted and logged."""
+    cluster = unguarded(clusters, version, guard=["--pd-guard-mode", "observe"])
+    campaign = attack(cluster, 50, timeout=10, stop_at_leak=True)
+    assert campaign.leaks
+    metrics = cluster.prefills[0].metrics()
+    assert 'sglang:pd_guard_observed_total{guard="admission",role="prefill",rule="unadmitted"}' in metrics
+    assert "pd_guard_refused_total{" not in metrics
+    assert "pd-guard would-refuse guard=admission rule=unadmitted role=prefill" in cluster.prefills[0].log_text()
+
+
+@pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
+def test_with_the_admission_guard_disabled_the_leak_is_back(clusters, version):
+    cluster = unguarded(clusters, version, guard=["--pd-guard-disable", "admission"])
+    assert attack(cluster, 50, timeout=10, stop_at_leak=True).leaks
+    prompts = [secret(500, random.Random(i)) for i in range(8)]
+    replies = run_concurrently([lambda p=p: cluster.complete(p, 8) for p in prompts], 4)
+    assert [r.text for r in replies] == [echo(p, 8) for p in prompts]
