@@ -42,7 +42,7 @@ def manager_init(result, manager, *args, **kwargs) -> None:
     socket.recv_multipart = recv_multipart
 
 
-def receiver_setup(result, receiver) -> None:
+def receiver_init(result, receiver, *args, **kwargs) -> None:
     node = nodes.current()
     with node.shield("introduce", room=receiver.bootstrap_room) as fault:
         node.introduce(receiver)

@@ -224,7 +224,7 @@ class Node:
         """decode: introduces this request to its prefill ranks, or fails it where they may not serve it."""
         room = receiver.bootstrap_room
         infos = getattr(receiver, "bootstrap_infos", None)
-        if not infos or room is None:
+        if not infos or room is None or receiver.conclude_state is not None:
             return
         self.track(room, receiver)
         receiver._pd_guard_nonce = secrets.randbits(63) | 1
