@@ -76,7 +76,7 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
             if node.settings.enforcing:
                 req.set_finish_with_abort(verdict.message)
         _adopt_room(node, req)
-        node.refused(req, verdict, rule)
+        node.refused(req, verdict, rule, at_door=True)
         return node.settings.enforcing
     if fault[0]:
         _give_verdict(req, FAULT)
@@ -180,7 +180,7 @@ def add_request(original, scheduler, req, *args, **kwargs):
         verdict = verdict_of(req) or Verdict(
             503, f"The {node.role} node refused this request before admission; its own answer says why."
         )
-        node.refused(req, verdict, "unadmitted")
+        node.refused(req, verdict, "unadmitted", at_door=True)
 
 
 def prepare_abort(original, req, error_message, status_code=None):

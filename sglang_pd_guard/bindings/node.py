@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from sglang_pd_guard.bindings.transport import Outbox, PrefillClient
+from sglang_pd_guard.bindings.transport import BootstrapClient, Outbox
 from sglang_pd_guard.guards.admission import Admissions, Endpoint, Verdict
 from sglang_pd_guard.guards.wire import Hello, Refusal, Wake
 from sglang_pd_guard.settings import GUARDS, Settings
@@ -79,7 +79,7 @@ class Node:
         self._live_lock = threading.Lock()
         self.guarded_peers = _Recent()
         self._outbox: Outbox | None = None
-        self._client: PrefillClient | None = None
+        self._client: BootstrapClient | None = None
 
     # --- the KV manager and its control socket ----------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Node:
         """Called when SGLang has built this rank's KV manager."""
         self.manager = manager
         self._outbox = Outbox(manager.local_ip)
-        self._client = PrefillClient(on_drop=self.telemetry.dropped_refusal)
+        self._client = BootstrapClient(on_drop=self.telemetry.dropped_refusal)
 
     @property
     def own_endpoint(self) -> Endpoint:
@@ -134,28 +134,29 @@ class Node:
 
     # --- refusals ---------------------------------------------------------------------------------------------
 
-    def refused(self, req, verdict: Verdict, rule: str) -> None:
+    def refused(self, req, verdict: Verdict, rule: str, *, at_door: bool = False) -> None:
         """A request is refused here: count it and tell the peer.
 
         Args:
             req: SGLang's request.
             verdict: what its client is told.
             rule: names the check, for metrics and log.
+            at_door: it has no sender or receiver yet; whatever lives in its room is another request's.
         """
         room = req.bootstrap_room
         self.telemetry.refused("admission", rule, req.rid, room, verdict.status, self.settings.enforcing)
         if not self.settings.enforcing or self.manager is None or room is None:
             return
-        if self.role == "prefill":
-            sender = getattr(req, "disagg_kv_sender", None)
-            if sender is None and self.live(room) is not None:
-                return  # another request lives in this room: its decode must not hear of this one
-            self.refuse_room(room, verdict, sender)
-        elif rule == "unadmitted":
-            if self.live(room) is None:
-                self._tell_prefill(req, verdict, before_transfer=True)
-        else:
-            self._tell_prefill(req, verdict, before_transfer=self._tracked(room) is None)
+        sender = getattr(req, "disagg_kv_sender", None)
+        if (at_door or (self.role == "prefill" and sender is None)) and self.live(room) is not None:
+            return  # the other request's peer must not hear of this one
+        if self.role == "decode":
+            self._tell_prefill(req, verdict, before_transfer=at_door or self._tracked(room) is None)
+            return
+        self.refuse_room(room, verdict, sender)
+        if sender is None and getattr(self.manager.server_args, "dp_size", 1) > 1:
+            # A sender's first act, without which decode may not find the rank that refused.
+            self._client.register_dp_rank(f"{req.bootstrap_host}:{req.bootstrap_port}", room, self.manager.attn_dp_rank)
 
     def refuse_room(self, room: int, verdict: Verdict, sender) -> None:
         """prefill: tells every decode rank that asks or will ask for `room`.

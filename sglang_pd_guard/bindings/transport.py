@@ -59,15 +59,15 @@ class Outbox:
         return socket
 
 
-class PrefillClient:
-    """decode's view of prefill bootstrap servers.
+class BootstrapClient:
+    """Calls to prefill bootstrap servers.
 
     Args:
-        on_drop: called with the room of a refusal that could not be delivered.
+        on_drop: called with the room of a message that could not be delivered.
     """
 
     _TIMEOUT_S = 3.0
-    _RETRY_UNGUARDED_S = 10.0
+    _RETRY_S = {"unguarded": 10.0, "unreachable": 1.0}
     _MAX_PENDING = 1024
 
     def __init__(self, on_drop: Callable[[int], None]):
@@ -77,39 +77,45 @@ class PrefillClient:
         self._unguarded_until: OrderedDict[str, float] = OrderedDict()
 
     def is_guarded(self, bootstrap_addr: str) -> bool:
-        """Asks the bootstrap server; blocks for up to 3 s. A "no" is believed for 10 s."""
+        """Asks the bootstrap server; blocks for up to 3 s. A "no" is believed for 10 s, no answer for 1 s."""
         import requests
 
         if self._unguarded_until.get(bootstrap_addr, 0.0) > time.monotonic():
             return False
         try:
             answer = requests.get(f"http://{bootstrap_addr}{ROUTE}", timeout=self._TIMEOUT_S)
-            guarded = answer.status_code == 200 and "pd_guard" in answer.json()
+            if answer.status_code == 200 and "pd_guard" in answer.json():
+                return True
+            retry = self._RETRY_S["unguarded"]
         except (requests.RequestException, ValueError):
-            guarded = False
-        if not guarded:
-            self._unguarded_until[bootstrap_addr] = time.monotonic() + self._RETRY_UNGUARDED_S
-            while len(self._unguarded_until) > 256:
-                self._unguarded_until.popitem(last=False)
-        return guarded
+            retry = self._RETRY_S["unreachable"]
+        self._unguarded_until[bootstrap_addr] = time.monotonic() + retry
+        while len(self._unguarded_until) > 256:
+            self._unguarded_until.popitem(last=False)
+        return False
 
     def refuse(self, bootstrap_addr: str, refusal: wire.Refusal) -> None:
         """Delivers a refusal in the background. An unguarded prefill has no such route: nothing happens there."""
-        if not self._pending.acquire(blocking=False):
-            self._on_drop(refusal.room)
-            return
-        self._pool.submit(self._post, bootstrap_addr, refusal)
+        self._post(f"http://{bootstrap_addr}{ROUTE}", dataclasses.asdict(refusal), refusal.room)
 
-    def _post(self, bootstrap_addr: str, refusal: wire.Refusal) -> None:
+    def register_dp_rank(self, bootstrap_addr: str, room: int, dp_rank: int) -> None:
+        """Tells the bootstrap server which DP rank has the request of this room, as SGLang's senders do."""
+        body = {"bootstrap_room": room, "dp_rank": dp_rank}
+        self._post(f"http://{bootstrap_addr}/register_dp_rank", body, room)
+
+    def _post(self, url: str, body: dict, room: int) -> None:
+        if self._pending.acquire(blocking=False):
+            self._pool.submit(self._deliver, url, body, room)
+        else:
+            self._on_drop(room)
+
+    def _deliver(self, url: str, body: dict, room: int) -> None:
         import requests
 
         try:
-            answer = requests.post(
-                f"http://{bootstrap_addr}{ROUTE}", json=dataclasses.asdict(refusal), timeout=self._TIMEOUT_S
-            )
-            if answer.status_code not in (200, 404):
-                self._on_drop(refusal.room)
+            if requests.post(url, json=body, timeout=self._TIMEOUT_S).status_code not in (200, 404):
+                self._on_drop(room)
         except requests.RequestException:
-            self._on_drop(refusal.room)
+            self._on_drop(room)
         finally:
             self._pending.release()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 def unguarded(clusters, version, **options):
     if reason := why_missing(version):
         pytest.skip(reason)
-    return clusters(version, fresh=True, **options)
+    return clusters(version, **options)
 
 
 @pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.15.post1", "0.5.18", "0.5.19"], indirect=True)
@@ -62,7 +62,7 @@ def test_a_prompt_of_nearly_the_pools_size_blocks_prefill(clusters, version):
 @pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
 def test_an_unknown_session_ends_the_decode_server(clusters, version):
     """One request of any client, and the scheduler process dies."""
-    cluster = unguarded(clusters, version, router=False)
+    cluster = unguarded(clusters, version, fresh=True, router=False)
     extra = {"session_params": {"id": "no-such-session"}}
     cluster.pair("0" * 500, 8, extra=extra, timeout=10, which="decode")
     assert cluster.decode.wait(60) != 0
