@@ -109,6 +109,9 @@ def test_a_room_number_is_usable_again_after_a_reject(cluster):
     for _ in range(3):
         for reply in cluster.pair("0" * 4500, 8, room=room):
             assert (reply.status, reply.error) == (400, too_long(4500, 4090))
+        # From 0.5.21 on decode sends its own ABORT for the failed room, which has no use of the room on it:
+        # it must have arrived before the number is used again.
+        cluster.wait_idle(2)
         exact(cluster, secret(700, rng), room=room)
     cluster.wait_idle(2)
 

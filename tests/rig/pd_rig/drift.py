@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.abc
 import json
-import multiprocessing
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -58,7 +57,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _is_child() -> bool:
-    return multiprocessing.parent_process() is not None or "--multiprocessing-fork" in sys.argv
+    return "--multiprocessing-fork" in sys.orig_argv
 
 
 def _apply(module, change: dict) -> None:
