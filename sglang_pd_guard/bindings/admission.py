@@ -80,6 +80,8 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
         return node.settings.enforcing
     if fault[0]:
         _give_verdict(req, FAULT)
+        with node.shield(seam, req):
+            node.refused(req, FAULT, "fault", at_door=True)
     return fault[0]
 
 
@@ -87,6 +89,8 @@ def _unservable(node: Node, req, queue) -> tuple[str, Verdict | None]:
     """Our own verdict on a request that SGLang admits and cannot serve, with the rule it breaks."""
     if req.bootstrap_room is None and node.manager is not None:
         return "no-room", NO_ROOM
+    if getattr(queue.scheduler, "enable_hisparse", False):  # its capacity is not the pool's
+        return "", None
     pool = queue.scheduler.max_total_num_tokens
     return "never-fits", never_fits(node.role, len(req.origin_input_ids), pool, _margin(queue))
 
@@ -103,7 +107,7 @@ def _margin(queue) -> int:
     """Tokens of the pool that SGLang's scheduler keeps free beside a prompt, or it never runs it."""
     reserved = getattr(queue, "num_reserved_decode_tokens", None)
     if reserved is not None:  # decode: DecodePreallocQueue.pop_preallocated
-        return 0 if getattr(queue.scheduler, "enable_hisparse", False) else reserved
+        return reserved
     # prefill: PrefillAdder.add_one_req keeps a page for alignment and takes prompt + 1 < pool.
     return queue.scheduler.token_to_kv_pool_allocator.page_size + 2
 
