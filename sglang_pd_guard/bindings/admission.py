@@ -44,11 +44,7 @@ def prefill_door(original, queue, req, num_kv_heads):
     if guarded_room(req) is None or sender is None or verdict_of(req) is not None:
         return None  # a health check, or refused by SGLang in between: prepare_abort has told decode
     with node.shield("prefill_door", req) as fault:
-        node.track(req.bootstrap_room, sender)
-        peer_verdict = node.admissions.admit(req.bootstrap_room)
-        if peer_verdict is not None and node.settings.enforcing:
-            node.telemetry.peer_refusal("received", req.bootstrap_room, peer_verdict.status)
-            node.fail_live(req.bootstrap_room, sender, peer_verdict)
+        node.admit(req)
     if fault[0]:
         sender.abort()
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 import weakref
@@ -75,6 +76,7 @@ class Node:
         self.incoming: object | None = None
         self.at_door: object | None = None
         self.handshake_steps = 0
+        self._uses = itertools.count()
         self._live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         self._live_lock = threading.Lock()
         self.guarded_peers = _Recent()
@@ -112,7 +114,16 @@ class Node:
         """`transfer` is the sender (prefill) or receiver (decode) of the live request in `room`."""
         with self._live_lock:
             self._live[room] = transfer
-        weakref.finalize(transfer, self.admissions.release, room).atexit = False
+
+    def admit(self, req) -> None:
+        """prefill: SGLang has accepted this request and given it a sender."""
+        room, sender, use = req.bootstrap_room, req.disagg_kv_sender, next(self._uses)
+        self.track(room, sender)
+        weakref.finalize(sender, self.admissions.release, room, use).atexit = False
+        verdict = self.admissions.admit(room, use)
+        if verdict is not None and self.settings.enforcing:
+            self.telemetry.peer_refusal("received", room, verdict.status)
+            self.fail_live(room, sender, verdict)
 
     def live(self, room: int):
         """The sender or receiver of the request that lives in `room`, or None."""

@@ -122,11 +122,11 @@ class _Bounded(Generic[T]):
 
 @dataclasses.dataclass
 class _Asked:
-    """Who asked for a room, with which nonce; `former` belong to a use that prefill has admitted already."""
+    """Who asked for a room, with which nonce; `served` belong to the use that prefill has admitted as `use`."""
 
     nonces: dict[Endpoint, int] = dataclasses.field(default_factory=dict)
-    former: set[Endpoint] = dataclasses.field(default_factory=set)
-    admitted: bool = False
+    served: set[Endpoint] = dataclasses.field(default_factory=set)
+    use: int | None = None
 
 
 @dataclasses.dataclass
@@ -156,7 +156,7 @@ class Admissions:
     ):
         self._lock = threading.Lock()
         self._on_change = on_change
-        self._gone: deque[int] = deque()
+        self._gone: deque[tuple[int, int]] = deque()
         self._asked: _Bounded[_Asked] = _Bounded(capacity, ttl, clock)
         self._refused: _Bounded[_Refused] = _Bounded(capacity, ttl, clock)
         self._peer: _Bounded[Verdict] = _Bounded(capacity, ttl, clock)
@@ -178,18 +178,19 @@ class Admissions:
 
     def _drop_gone(self) -> None:
         while self._gone:
-            room = self._gone.popleft()
-            asked = self._asked.pop(room)
-            if asked is None:
+            room, use = self._gone.popleft()
+            asked = self._asked.get(room)
+            if asked is None or asked.use != use:
                 continue
+            self._asked.pop(room)
             # Who has asked since, with a new nonce, asked for the room's next use.
-            fresh = {e: nonce for e, nonce in asked.nonces.items() if e not in asked.former}
+            fresh = {e: nonce for e, nonce in asked.nonces.items() if e not in asked.served}
             if fresh:
                 self._asked.put(room, _Asked(fresh))
 
-    def release(self, room: int) -> None:
-        """The request admitted in `room` is gone. Never blocks: a finalizer may call it at any point."""
-        self._gone.append(room)
+    def release(self, room: int, use: int) -> None:
+        """The request admitted in `room` as `use` is gone. Never blocks: a finalizer may call it at any point."""
+        self._gone.append((room, use))
         if self._lock.acquire(blocking=False):
             try:
                 self._drop_gone()
@@ -206,10 +207,10 @@ class Admissions:
                     return refused.verdict
                 self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
-            if asked.admitted and endpoint not in asked.nonces:
-                asked.former.add(endpoint)
+            if asked.use is not None and endpoint not in asked.nonces:
+                asked.served.add(endpoint)
             elif asked.nonces.get(endpoint) != nonce:
-                asked.former.discard(endpoint)
+                asked.served.discard(endpoint)
             asked.nonces[endpoint] = nonce
             self._asked.put(room, asked)
             return None
@@ -222,7 +223,7 @@ class Admissions:
         with self._locked():
             self._peer.pop(room)
             asked = self._asked.pop(room) or _Asked()
-            told = {endpoint: nonce for endpoint, nonce in asked.nonces.items() if endpoint not in asked.former}
+            told = {endpoint: nonce for endpoint, nonce in asked.nonces.items() if endpoint not in asked.served}
             self._refused.put(room, _Refused(verdict, told))
             return list(asked.nonces.items())
 
@@ -232,13 +233,17 @@ class Admissions:
             refused = self._refused.get(room)
             return refused and refused.verdict
 
-    def admit(self, room: int) -> Verdict | None:
-        """A request in `room` is accepted here: the verdict that its peer has already sent, if any."""
+    def admit(self, room: int, use: int) -> Verdict | None:
+        """A request in `room` is accepted here: the verdict that its peer has already sent, if any.
+
+        Args:
+            use: names this use of the room for `release`; any number that no other use has.
+        """
         with self._locked():
             self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
-            asked.admitted, asked.former = True, set(asked.nonces)
-            self._asked.put(room, asked)
+            nonces = {e: nonce for e, nonce in asked.nonces.items() if e not in asked.served}
+            self._asked.put(room, _Asked(nonces, set(nonces), use))
             return self._peer.get(room)
 
     def peer_refused(self, room: int, verdict: Verdict) -> None:

@@ -63,8 +63,8 @@ class Rooms(RuleBasedStateMachine):
         use = self.begin(room)
         if use["decided"] is not None:
             return
-        use["decided"] = "admitted"
-        self.admissions.admit(room)
+        use["decided"], use["number"] = "admitted", next(self.nonces)
+        self.admissions.admit(room, use["number"])
         assert self.admissions.refused(room) is None
 
     @rule(room=ROOMS)
@@ -74,7 +74,9 @@ class Rooms(RuleBasedStateMachine):
         if use is None or use["decided"] != "admitted" or use["nonce"] is None:
             return
         before = self.admissions.rooms()["asked"]
-        self.admissions.release(room)
+        self.admissions.release(room, 0)  # a former use's finalizer, late
+        assert self.admissions.rooms()["asked"] == before
+        self.admissions.release(room, use["number"])
         assert self.admissions.rooms()["asked"] == before - 1
         self.use.pop(room)
 
@@ -123,8 +125,7 @@ def test_memory_is_bounded():
 
 def test_release_never_blocks():
     """A finalizer runs at any point, also while the same thread is inside."""
-    admissions = Admissions(on_change=lambda rooms: admissions.release(1))
+    admissions = Admissions(on_change=lambda rooms: admissions.release(1, 7))
     admissions.hello(1, ("10.0.0.1", 1), 5)
-    admissions.admit(1)
-    admissions.release(1)
+    admissions.admit(1, 7)
     assert admissions.rooms()["asked"] == 0
