@@ -9,6 +9,9 @@ from pd_rig.traffic import attack, healthy, secret
 
 pytestmark = pytest.mark.engine
 
+#: SGLang wants to be told which cores each rank takes.
+TWO_RANKS = {"env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "start_timeout": 400}
+
 VARIANTS = [
     ("0.5.19", {"overlap": True, "common_args": ["--chunked-prefill-size", "512"]}),
     ("0.5.23", {"overlap": True, "common_args": ["--chunked-prefill-size", "512"]}),
@@ -16,15 +19,15 @@ VARIANTS = [
     ("0.5.19", {"prefill_args": ["--optimistic-prefill-attempts", "2"]}),
     ("0.5.23", {"prefill_args": ["--optimistic-prefill-attempts", "2"]}),
     ("0.5.20", {"common_args": ["--disable-radix-cache"]}),
-    ("0.5.22", {"entry": ("-m", "sglang.cli.main", "serve")}),
+    ("0.5.22", {"entry": ("-c", "from sglang.cli.main import main; main()", "serve")}),
     (
         "0.5.23",
         {"guard": False, "env": {"SGLANG_PLUGINS": None, "SGLANG_PD_GUARD": "1", "SGLANG_PD_GUARD_PEER": "require"}},
     ),
-    ("0.5.23", {"common_args": ["--tp-size", "2"], "start_timeout": 400}),
-    ("0.5.19", {"common_args": ["--tp-size", "2"], "start_timeout": 400}),
-    ("0.5.23", {"common_args": ["--dp-size", "2"], "start_timeout": 400}),
-    ("0.5.18", {"common_args": ["--dp-size", "2", "--load-balance-method", "round_robin"], "start_timeout": 400}),
+    ("0.5.23", {"common_args": ["--tp-size", "2"], **TWO_RANKS}),
+    ("0.5.19", {"common_args": ["--tp-size", "2"], **TWO_RANKS}),
+    ("0.5.23", {"common_args": ["--dp-size", "2"], **TWO_RANKS}),
+    ("0.5.18", {"common_args": ["--dp-size", "2", "--load-balance-method", "round_robin"], **TWO_RANKS}),
 ]
 NAMES = [
     "overlap-small-chunks", "overlap-small-chunks", "no-chunks", "optimistic", "optimistic", "no-prefix-cache",

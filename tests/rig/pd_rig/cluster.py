@@ -236,7 +236,9 @@ class Cluster:
         bootstrap_port = self._ports.take() if role == "prefill" else None
         command = [rig_python(), *self._entry, "--model-path", str(model)]
         command += ["--served-model-name", "echo", "--host", HOST, "--port", str(port)]
-        command += ["--nccl-port", str(self._ports.take()), "--device", "cpu", "--dtype", "float32"]
+        if "--dp-size" not in self._common_args:  # where every DP rank takes a port of its own
+            command += ["--nccl-port", str(self._ports.take())]
+        command += ["--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         command += ["--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"]
         command += ["--page-size", str(self.page_size), "--max-total-tokens", str(self._tokens[role])]
