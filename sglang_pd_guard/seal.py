@@ -78,6 +78,8 @@ def check(server_args) -> None:
         if settings_from_env() is None:
             return
         refuse("the guard's settings were lost on the way to this scheduler process; report this with your launch command")
+    if getattr(server_args, "enable_pd_role_switch", False):
+        refuse("--enable-pd-role-switch is not supported: the guards are bound to the role that the node starts with")
     from sglang_pd_guard.bindings import binder
 
     problems = binder.problems(settings, server_args.disaggregation_mode)

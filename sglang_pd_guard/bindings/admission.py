@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.node import FAULT, Node, verdict_of
 from sglang_pd_guard.guards.admission import Verdict, never_fits
@@ -39,13 +41,16 @@ def prefill_door(original, queue, req, num_kv_heads):
     node.at_door = req
     if _rejected(node, "prefill_door", req, queue):
         return _retire(node, queue.scheduler, req)
+    if guarded_room(req) is not None:
+        with node.shield("prefill_door", req):
+            node.admissions.begin(req.bootstrap_room)
     original(queue, req, num_kv_heads)
     sender = getattr(req, "disagg_kv_sender", None)
     if guarded_room(req) is None or sender is None or verdict_of(req) is not None:
         return None  # a health check, or refused by SGLang in between: prepare_abort has told decode
     with node.shield("prefill_door", req) as fault:
         node.admit(req)
-    if fault[0]:
+    if fault[0] and node.settings.enforcing:
         sender.abort()
     return None
 
@@ -56,7 +61,11 @@ def decode_door(original, queue, req, *args, **kwargs):
     resumed = any(args) or any(kwargs.values())  # is_retracted, is_rebootstrap: it has been admitted before
     if not resumed and _rejected(node, "decode_door", req, queue):
         return _retire(node, queue.scheduler, req)
-    return original(queue, req, *args, **kwargs)
+    original(queue, req, *args, **kwargs)
+    with node.shield("decode_door", req):
+        if queue.queue and queue.queue[-1].req is req:
+            req._pd_guard_receiver = weakref.ref(queue.queue[-1].kv_receiver)
+    return None
 
 
 def _rejected(node: Node, seam: str, req, queue) -> bool:
@@ -71,14 +80,16 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
                 return False
             if node.settings.enforcing:
                 req.set_finish_with_abort(verdict.message)
-        _adopt_room(node, req)
+        if node.settings.enforcing:
+            _adopt_room(node, req)
         node.refused(req, verdict, rule, at_door=True)
         return node.settings.enforcing
-    if fault[0]:
+    if fault[0] and node.settings.enforcing:
         _give_verdict(req, FAULT)
         with node.shield(seam, req):
             node.refused(req, FAULT, "fault", at_door=True)
-    return fault[0]
+        return True
+    return False
 
 
 def _unservable(node: Node, req, queue) -> tuple[str, Verdict | None]:
@@ -87,7 +98,7 @@ def _unservable(node: Node, req, queue) -> tuple[str, Verdict | None]:
         return "no-room", NO_ROOM
     if getattr(queue.scheduler, "enable_hisparse", False):  # its capacity is not the pool's
         return "", None
-    pool = queue.scheduler.max_total_num_tokens
+    pool = queue.scheduler.max_total_num_tokens * getattr(queue.scheduler, "kv_shard_widening", 1)
     return "never-fits", never_fits(node.role, len(req.origin_input_ids), pool, _margin(queue))
 
 
@@ -151,8 +162,7 @@ def handshake_waiters(original, queue, *args, **kwargs):
     node = nodes.current()
     node.handshake_steps += 1
     if node.handshake_steps % _STARVED_EVERY == 0 and node.settings.enforcing:
-        with node.shield("handshake_waiters"):
-            _notice_refused_among_starved(queue)
+        _notice_refused_among_starved(queue)  # unshielded: it is a collective, all ranks or none
     return original(queue, *args, **kwargs)
 
 

@@ -24,10 +24,10 @@ def setup_routes(result, server) -> None:
         try:
             body = await request.json()
             refusal = wire.Refusal(
-                int(body["room"]), 0, bool(body["before_transfer"]), Verdict.parse(body["verdict"])
+                int(body["room"]), int(body["nonce"]), bool(body["before_transfer"]), Verdict.parse(body["verdict"])
             )
         except (ValueError, TypeError, KeyError):
-            return web.Response(status=400, text="not a refusal: send room, before_transfer and verdict")
+            return web.Response(status=400, text="not a refusal: send room, nonce, before_transfer and verdict")
         for endpoint in rank_endpoints(server.prefill_port_table):
             outbox.send(endpoint, refusal)
         return web.Response(text="OK")

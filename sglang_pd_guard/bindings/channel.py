@@ -25,8 +25,6 @@ def manager_init(result, manager, *args, **kwargs) -> None:
     handle = _prefill_message if node.role == "prefill" else _decode_message
     socket = manager.server_socket
     receive = socket.recv_multipart
-    # From 0.5.21 on the control thread polls the socket and takes None for "nothing yet".
-    takes_none = hasattr(manager, "_make_worker_recv")
 
     def recv_multipart(*recv_args, **recv_kwargs):
         while True:
@@ -36,8 +34,6 @@ def manager_init(result, manager, *args, **kwargs) -> None:
                 consumed = handle(node, frames)
             if not consumed and not wire.is_guard_message(frames):
                 return frames
-            if takes_none:
-                return None
 
     socket.recv_multipart = recv_multipart
 
@@ -46,7 +42,7 @@ def receiver_init(result, receiver, *args, **kwargs) -> None:
     node = nodes.current()
     with node.shield("introduce", room=receiver.bootstrap_room) as fault:
         node.introduce(receiver)
-    if fault[0]:
+    if fault[0] and node.settings.enforcing:
         node.fail_receiver(receiver, nodes.FAULT)
 
 
@@ -71,7 +67,7 @@ def _prefill_message(node: Node, frames: list[bytes]) -> bool:
         return sender is not None and _metadata(node, *sender)
     message = wire.decode(frames)
     if isinstance(message, wire.Hello):
-        node.guarded_peers[message.endpoint] = message.mode
+        node.guarded_peers[message.endpoint] = message
         verdict = node.admissions.hello(message.room, message.endpoint, message.nonce)
         if verdict is not None:
             node.tell_decode(message.endpoint, message.room, message.nonce, verdict)
@@ -125,7 +121,9 @@ def _refused_by_decode(node: Node, message: wire.Refusal) -> None:
         if message.before_transfer and node.admissions.refused(message.room) is None:
             node.admissions.peer_refused(message.room, message.verdict)
         return
+    if not message.before_transfer and not node.admissions.asked_with(message.room, message.nonce):
+        return  # late, of a former use of the room
     # Once pages were handed to the transfer, SGLang's own ABORT ends it in order.
-    if getattr(sender, "curr_idx", 1) == 0:
+    if not nodes.handed_over(sender):
         node.telemetry.peer_refusal("received", message.room, message.verdict.status)
         node.fail_live(message.room, sender, message.verdict)

@@ -39,6 +39,8 @@ def launch_subprocesses(original, cls, server_args, *args, **kwargs):
     if server_args.disaggregation_mode in (None, "null"):
         print("pd-guard: this server runs without prefill/decode disaggregation: there is nothing to guard", file=sys.stderr)
         return original(cls, server_args, *args, **kwargs)
+    if server_args.disaggregation_mode == "prefill" and os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
+        seal.refuse("SGLANG_RUST_SERVER is not supported on prefill: its bootstrap server has no place for the guard's route")
     setattr(server_args, ATTRIBUTE, settings)
     os.environ.update(settings.to_env())
     result = original(cls, server_args, *args, **kwargs)

@@ -162,7 +162,8 @@ class Node:
         if (at_door or (self.role == "prefill" and sender is None)) and self.live(room) is not None:
             return  # the other request's peer must not hear of this one
         if self.role == "decode":
-            self._tell_prefill(req, verdict, before_transfer=at_door or self._tracked(room) is None)
+            if self.is_entry_rank:
+                self._tell_prefill(req, verdict, at_door)
             return
         self.refuse_room(room, verdict, sender)
         if sender is None and getattr(self.manager.server_args, "dp_size", 1) > 1:
@@ -175,39 +176,32 @@ class Node:
         Args:
             sender: of the refused request; None where it never had one.
         """
-        if not self._may_release_decode(sender):
-            return
-        for endpoint, nonce in self.admissions.refuse(room, verdict):
-            self.tell_decode(endpoint, room, nonce, verdict)
+        in_flight = sender is not None and handed_over(sender)
+        for endpoint, nonce in self.admissions.refuse(room, verdict, admitted=sender is not None):
+            peer = self.guarded_peers.get(endpoint)
+            # decode would give pages back that a write may still target, unless it waits for the writes to drain.
+            if not in_flight or (peer is not None and peer.drains):
+                self.tell_decode(endpoint, room, nonce, verdict)
         if sender is None:
             self.send(self.own_endpoint, Wake(room))
-        else:
+        elif not in_flight:
             for endpoint in self.unguarded_askers(self.manager.transfer_infos.get(room)):
                 self.tell_decode(endpoint, room, 0, verdict)
 
     def unguarded_askers(self, infos) -> list[Endpoint]:
         """The decode endpoints without a guard among SGLang's stored metadata of one room."""
-        endpoints = [(info.endpoint, int(info.dst_port)) for info in list((infos or {}).values()) if not info.is_dummy]
+        askers = [info for info in list((infos or {}).values()) if not _is_dummy(info)]
+        endpoints = [(info.endpoint, int(info.dst_port)) for info in askers]
         return [endpoint for endpoint in endpoints if not self.guarded_peers.get(endpoint)]
 
     def tell_decode(self, endpoint: Endpoint, room: int, nonce: int, verdict: Verdict) -> None:
         """Sends one decode rank the verdict, in the words it understands."""
-        if self.guarded_peers.get(endpoint) == "enforce":
+        peer = self.guarded_peers.get(endpoint)
+        if peer is not None and peer.mode == "enforce":
             self.send(endpoint, Refusal(room, nonce, False, verdict))
         else:
             self._tell_unguarded(endpoint, room)
         self.telemetry.peer_refusal("sent", room, verdict.status)
-
-    def _may_release_decode(self, sender) -> bool:
-        """Whether decode may give its pages back on our word: nothing was handed to the transfer yet, or this
-        SGLang's decode holds them until the writes have drained (0.5.21 and later)."""
-        from sglang_pd_guard.bindings.binder import effective_version
-        from sglang_pd_guard.bindings.table import order
-
-        if sender is None or getattr(sender, "curr_idx", 1) == 0:
-            return True
-        drains = getattr(self.manager, "enable_deferred_decode_kv_release", False)
-        return drains and order(effective_version(self.settings)) >= order("0.5.21")
 
     def _tell_unguarded(self, endpoint: Endpoint, room: int) -> None:
         """SGLang's own failure message: no status and no words, but decode stops waiting."""
@@ -222,12 +216,16 @@ class Node:
         except Exception:
             self.telemetry.dropped_refusal(room)
 
-    def _tell_prefill(self, req, verdict: Verdict, before_transfer: bool) -> None:
+    def _tell_prefill(self, req, verdict: Verdict, at_door: bool) -> None:
         from sglang.srt.disaggregation.decode import _bootstrap_addr
 
         if not req.bootstrap_host or not req.bootstrap_port:
             return
-        self._client.refuse(_bootstrap_addr(req), Refusal(req.bootstrap_room, 0, before_transfer, verdict))
+        receiver = getattr(req, "_pd_guard_receiver", None)  # set behind the door
+        if receiver is None and not at_door and self.live(req.bootstrap_room) is not None:
+            return  # another request lives in this room
+        nonce = 0 if receiver is None else getattr(receiver(), "_pd_guard_nonce", 0)
+        self._client.refuse(_bootstrap_addr(req), Refusal(req.bootstrap_room, nonce, receiver is None, verdict))
         self.telemetry.peer_refusal("sent", req.bootstrap_room, verdict.status)
 
     # --- decode: knowing the prefill --------------------------------------------------------------------------
@@ -241,7 +239,7 @@ class Node:
         self.track(room, receiver)
         receiver._pd_guard_nonce = secrets.randbits(63) | 1
         ip, port = self.own_endpoint
-        hello = Hello(room, receiver._pd_guard_nonce, ip, port, self.settings.mode)
+        hello = Hello(room, receiver._pd_guard_nonce, ip, port, self.settings.mode, self._drains)
         for info in infos:
             endpoint = (str(info["rank_ip"]), int(info["rank_port"]))
             if not self._is_guarded(endpoint, receiver.bootstrap_addr):
@@ -251,6 +249,16 @@ class Node:
             socket, lock = type(receiver)._connect_to_bootstrap_server(info)
             with lock:
                 socket.send_multipart(self._outbox.frames(hello))
+
+    @property
+    def _drains(self) -> bool:
+        """Whether this decode holds the pages of any failed transfer until the writes have drained: SGLang 0.5.21 and
+        later, unless switched off."""
+        from sglang_pd_guard.bindings.binder import effective_version
+        from sglang_pd_guard.bindings.table import order
+
+        held = getattr(self.manager, "enable_deferred_decode_kv_release", False)
+        return bool(held) and order(effective_version(self.settings)) >= order("0.5.21")
 
     def _is_guarded(self, endpoint: Endpoint, bootstrap_addr: str) -> bool:
         if self.guarded_peers.get(endpoint):
@@ -289,6 +297,15 @@ class Node:
             fault[0] = True
             with contextlib.suppress(Exception):
                 self.telemetry.fault(seam, getattr(req, "rid", None), getattr(req, "bootstrap_room", room))
+
+
+def handed_over(sender) -> bool:
+    """Whether anything of this request was given to the transfer; a request without pages sends its metadata all the same."""
+    return getattr(sender, "curr_idx", 1) > 0 or getattr(sender, "num_kv_indices", None) == 0
+
+
+def _is_dummy(info) -> bool:
+    return info.is_dummy() if callable(info.is_dummy) else bool(info.is_dummy)
 
 
 def unguarded(peer: str) -> Verdict:

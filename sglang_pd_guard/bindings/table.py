@@ -230,9 +230,10 @@ SEAMS: tuple[Seam, ...] = (
             "0.5.11": ("self", "rids_to_check"),
             "0.5.18": ("self", "rids_to_check", "pp_good_rids", "pp_bad_rids"),
         },
+        until="0.5.19",
         why="a refused request that waits for decode memory is failed now: SGLang polls it only once it has pages",
         upstream="#9726",
-        retire="SGLang polls requests that wait for memory",
+        retire="0.5.20 polls requests that wait for memory",
     ),
     Seam(
         target=_SRT + "managers.scheduler.Scheduler.handle_generate_request",

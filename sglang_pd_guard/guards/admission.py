@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import threading
 import time
 from collections import OrderedDict, deque
@@ -120,13 +121,39 @@ class _Bounded(Generic[T]):
         return entry and entry[1]
 
 
+class _Of(enum.Enum):
+    """Which use of a room a decode rank's introduction belongs to."""
+
+    THIS = enum.auto()  #: the admitted one
+    NEXT = enum.auto()  #: the one that prefill has not seen yet
+    EITHER = enum.auto()  #: the admitted one, or the one before: it came between the two
+
+
 @dataclasses.dataclass
 class _Asked:
-    """Who asked for a room, with which nonce; `served` belong to the use that prefill has admitted as `use`."""
+    """Who asked for a room: the nonce of each endpoint's introduction and what it belongs to.
 
-    nonces: dict[Endpoint, int] = dataclasses.field(default_factory=dict)
-    served: set[Endpoint] = dataclasses.field(default_factory=set)
+    Args:
+        use: the use of the room that prefill has admitted, if any.
+    """
+
+    hellos: dict[Endpoint, tuple[int, _Of]] = dataclasses.field(default_factory=dict)
     use: int | None = None
+
+    def nonces(self, *of: _Of) -> dict[Endpoint, int]:
+        return {endpoint: nonce for endpoint, (nonce, mark) in self.hellos.items() if mark in of}
+
+    def note(self, endpoint: Endpoint, nonce: int) -> None:
+        known, mark = self.hellos.get(endpoint, (None, _Of.EITHER))
+        if known == nonce:
+            return
+        this = self.use is not None and mark is _Of.EITHER
+        self.hellos[endpoint] = (nonce, _Of.THIS if this else _Of.NEXT)
+
+    def admit(self, use: int) -> None:
+        marks = {_Of.NEXT: _Of.THIS, _Of.THIS: _Of.EITHER}
+        self.hellos = {e: (nonce, marks[mark]) for e, (nonce, mark) in self.hellos.items() if mark in marks}
+        self.use = use
 
 
 @dataclasses.dataclass
@@ -142,7 +169,9 @@ class Admissions:
 
     Args:
         capacity: rooms remembered of each kind; older ones are forgotten first.
-        ttl: seconds after which a room is forgotten; SGLang's own bootstrap timeout is 300.
+        asked_ttl: seconds that an introduction is remembered; longer than SGLang's bootstrap and waiting timeouts.
+        verdict_ttl: seconds that a verdict waits for whom it is meant for. Short, for the room's number may be used
+            again by a request that the verdict is not meant for.
         clock: monotonic seconds.
         on_change: called with the number of rooms by state (``asked``, ``refused``, ``peer``) after each change.
     """
@@ -150,16 +179,17 @@ class Admissions:
     def __init__(
         self,
         capacity: int = 8192,
-        ttl: float = 300.0,
+        asked_ttl: float = 3600.0,
+        verdict_ttl: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[dict[str, int]], None] = lambda rooms: None,
     ):
         self._lock = threading.Lock()
         self._on_change = on_change
         self._gone: deque[tuple[int, int]] = deque()
-        self._asked: _Bounded[_Asked] = _Bounded(capacity, ttl, clock)
-        self._refused: _Bounded[_Refused] = _Bounded(capacity, ttl, clock)
-        self._peer: _Bounded[Verdict] = _Bounded(capacity, ttl, clock)
+        self._asked: _Bounded[_Asked] = _Bounded(capacity, asked_ttl, clock)
+        self._refused: _Bounded[_Refused] = _Bounded(capacity, verdict_ttl, clock)
+        self._peer: _Bounded[Verdict] = _Bounded(capacity, verdict_ttl, clock)
 
     def rooms(self) -> dict[str, int]:
         """How many rooms are remembered, by state."""
@@ -183,20 +213,20 @@ class Admissions:
             if asked is None or asked.use != use:
                 continue
             self._asked.pop(room)
-            # Who has asked since, with a new nonce, asked for the room's next use.
-            fresh = {e: nonce for e, nonce in asked.nonces.items() if e not in asked.served}
-            if fresh:
-                self._asked.put(room, _Asked(fresh))
+            self._keep_next(room, asked)
+
+    def _keep_next(self, room: int, asked: _Asked) -> None:
+        """The admitted use of the room is over; somebody may have asked for the next one already."""
+        following = {e: (nonce, _Of.NEXT) for e, nonce in asked.nonces(_Of.NEXT).items()}
+        if following:
+            self._asked.put(room, _Asked(following))
 
     def release(self, room: int, use: int) -> None:
-        """The request admitted in `room` as `use` is gone. Never blocks: a finalizer may call it at any point."""
+        """The request admitted in `room` as `use` is gone; what is known of it goes with the next call.
+
+        Takes no lock: a finalizer may call it at any point.
+        """
         self._gone.append((room, use))
-        if self._lock.acquire(blocking=False):
-            try:
-                self._drop_gone()
-                self._on_change(self._count())
-            finally:
-                self._lock.release()
 
     def hello(self, room: int, endpoint: Endpoint, nonce: int) -> Verdict | None:
         """A decode rank asks for `room`: the verdict to send it, or None where none is known yet."""
@@ -207,25 +237,41 @@ class Admissions:
                     return refused.verdict
                 self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
-            if asked.use is not None and endpoint not in asked.nonces:
-                asked.served.add(endpoint)
-            elif asked.nonces.get(endpoint) != nonce:
-                asked.served.discard(endpoint)
-            asked.nonces[endpoint] = nonce
+            asked.note(endpoint, nonce)
             self._asked.put(room, asked)
             return None
 
-    def refuse(self, room: int, verdict: Verdict) -> list[tuple[Endpoint, int]]:
+    def refuse(self, room: int, verdict: Verdict, *, admitted: bool = False) -> list[tuple[Endpoint, int]]:
         """The request in `room` is refused here: the (endpoint, nonce) pairs to tell now.
 
-        Some of them may be of a former use of the room; decode knows them by their nonce.
+        Args:
+            admitted: it is the one that `admit` accepted, not another at the door.
+
+        Some of the pairs may be of a former use of the room; decode knows them by their nonce.
         """
         with self._locked():
             self._peer.pop(room)
             asked = self._asked.pop(room) or _Asked()
-            told = {endpoint: nonce for endpoint, nonce in asked.nonces.items() if endpoint not in asked.served}
-            self._refused.put(room, _Refused(verdict, told))
-            return list(asked.nonces.items())
+            if admitted:
+                mine = asked.nonces(_Of.THIS, _Of.EITHER)
+                tell = mine
+                self._keep_next(room, asked)
+            else:
+                mine = asked.nonces(_Of.NEXT)
+                tell = asked.nonces(*_Of)
+            self._refused.put(room, _Refused(verdict, mine))
+            return list(tell.items())
+
+    def begin(self, room: int) -> None:
+        """A request in `room` is about to be admitted: no former verdict applies to the room any more."""
+        with self._locked():
+            self._refused.pop(room)
+
+    def asked_with(self, room: int, nonce: int) -> bool:
+        """Whether a decode rank asked for `room` with this nonce, and the room was not refused or released since."""
+        with self._locked():
+            asked = self._asked.get(room)
+            return asked is not None and nonce in asked.nonces(*_Of).values()
 
     def refused(self, room: int) -> Verdict | None:
         """The verdict under which `room` was refused here and not used again since."""
@@ -242,8 +288,8 @@ class Admissions:
         with self._locked():
             self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
-            nonces = {e: nonce for e, nonce in asked.nonces.items() if e not in asked.served}
-            self._asked.put(room, _Asked(nonces, set(nonces), use))
+            asked.admit(use)
+            self._asked.put(room, asked)
             return self._peer.get(room)
 
     def peer_refused(self, room: int, verdict: Verdict) -> None:

@@ -27,6 +27,7 @@ class Hello:
         nonce: names this use of the room; a refusal must bring it back.
         ip, port: the decode rank's control socket.
         mode: the decode's guard mode; only ``enforce`` acts on a refusal.
+        drains: this decode holds the pages of a failed transfer until prefill has acknowledged that its writes ended.
     """
 
     room: int
@@ -34,6 +35,7 @@ class Hello:
     ip: str
     port: int
     mode: str
+    drains: bool
 
     kind = b"HELLO"
 
@@ -48,7 +50,7 @@ class Refusal:
 
     Args:
         room: bootstrap room.
-        nonce: of the `Hello` that it answers; 0 from decode to prefill.
+        nonce: of the `Hello` that introduced the request; 0 where decode refused it before that.
         before_transfer: decode refused at its door, so prefill keeps the verdict for a request
             that has not reached it yet.
         verdict: what the client is told.
@@ -101,6 +103,8 @@ def decode(frames: list[bytes]) -> Message | None:
     if any(type(body[name]) is not int for name in ints if name in body):
         return None
     if any(type(body[name]) is not str for name in ("ip", "mode") if name in body):
+        return None
+    if any(type(body[name]) is not bool for name in ("drains", "before_transfer") if name in body):
         return None
     return message
 

@@ -9,7 +9,7 @@ from sglang_pd_guard.guards.admission import Verdict
 rooms = st.integers(0, 2**64 - 1)
 verdicts = st.builds(Verdict, st.integers(400, 599), st.text(max_size=3000), st.none() | st.text(max_size=50))
 messages = st.one_of(
-    st.builds(wire.Hello, rooms, rooms, st.just("10.0.0.1"), st.integers(1, 65535), st.sampled_from(["enforce", "observe"])),
+    st.builds(wire.Hello, rooms, rooms, st.just("10.0.0.1"), st.integers(1, 65535), st.sampled_from(["enforce", "observe"]), st.booleans()),
     st.builds(wire.Refusal, rooms, rooms, st.booleans(), verdicts),
     st.builds(wire.Wake, rooms),
 )
