@@ -5,7 +5,7 @@ import random
 import pytest
 from pd_rig.home import why_missing
 from pd_rig.model import echo
-from pd_rig.traffic import attack, healthy, secret
+from pd_rig.traffic import SOON, attack, healthy, secret
 
 pytestmark = pytest.mark.engine
 
@@ -41,12 +41,12 @@ def guarded(clusters, version, **options):
     return clusters(version, **({"guard": True} | options))
 
 
-def check(cluster, attacks: int = 8, requests: int = 24) -> None:
+def check(cluster, attacks: int = 8, requests: int = 24, within: float = SOON) -> None:
     campaign = attack(cluster, attacks)
     assert (campaign.leaks, campaign.wrong) == ([], [])
     for reply in campaign.refusals:
         assert (reply.status, reply.text) == (400, None), reply
-        assert reply.seconds < 2
+        assert reply.seconds < within
     assert healthy(cluster, requests) == []
     cluster.wait_idle()
     for node in cluster.nodes:
@@ -61,19 +61,21 @@ def test_variant(clusters, version, options):
     schedulers = 2 if options.get("common_args", [""])[0] in ("--tp-size", "--dp-size") else 1
     for node in cluster.nodes:
         assert node.log_text().count("pd-guard bound version=") == schedulers
-    check(cluster)
+    # SGLang's idle schedulers spin: more of them than cores, and everything takes its turn.
+    within = SOON if schedulers == 1 else 5 * SOON
+    check(cluster, within=within)
     for prefill_prompt, prompt in (("0" * 5000, "1" * 500), (secret(500, random.Random(1)), "0" * 8500)):
         prefill, decode = cluster.pair(prompt, 8, prefill_prompt=prefill_prompt, timeout=20)
         assert (prefill.status, decode.status) == (400, 400)
         assert prefill.error == decode.error
-        assert max(prefill.seconds, decode.seconds) < 2
-    cluster.wait_idle(2)
+        assert max(prefill.seconds, decode.seconds) < within
+    cluster.wait_idle(within)
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 def test_two_prefills(clusters, version):
     cluster = guarded(clusters, version, prefills=2)
-    check(cluster, attacks=6)
+    check(cluster, attacks=6, within=5 * SOON)
     for via in (0, 1):
         prompt = secret(900, random.Random(via))
         prefill, decode = cluster.pair("0" * 5000, 8, via=via)
@@ -117,7 +119,7 @@ def test_an_unguarded_peer(clusters, version, side):
         prefill, decode = cluster.pair("0" * 5000, 8, timeout=20)
         assert prefill.status == 400
         assert decode.status == 500, decode
-        assert decode.seconds < 3
+        assert decode.seconds < 2 * SOON
         cluster.wait_idle()
     node = cluster.decode if guarded_side == "decode" else cluster.prefills[0]
     assert f'sglang:pd_guard_unguarded_peers_total{{action="served",role="{guarded_side}"}}' in node.metrics()

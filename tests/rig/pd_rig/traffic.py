@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import string
 from dataclasses import dataclass, field
@@ -10,6 +11,10 @@ from difflib import SequenceMatcher
 from pd_rig.client import Reply, run_concurrently
 from pd_rig.cluster import Cluster
 from pd_rig.model import echo
+
+#: Seconds within which a refusal must have reached both clients and freed all pages. PD_GUARD_PATIENCE multiplies it,
+#: for machines that are shared with others.
+SOON = 2 * float(os.environ.get("PD_GUARD_PATIENCE", "1"))
 
 #: So many characters in a row are no coincidence in random letters.
 LEAK = 12
