@@ -38,6 +38,7 @@ def launch_subprocesses(original, cls, server_args, *args, **kwargs):
         return original(cls, server_args, *args, **kwargs)
     if server_args.disaggregation_mode in (None, "null"):
         print("pd-guard: this server runs without prefill/decode disaggregation: there is nothing to guard", file=sys.stderr)
+        setattr(server_args, ATTRIBUTE, None)  # so that no scheduler binds anything
         return original(cls, server_args, *args, **kwargs)
     if server_args.disaggregation_mode == "prefill" and os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
         seal.refuse("SGLANG_RUST_SERVER is not supported on prefill: its bootstrap server has no place for the guard's route")

@@ -127,6 +127,8 @@ def test_without_disaggregation_there_is_nothing_to_guard_and_the_server_runs(on
     said = "pd-guard: this server runs without prefill/decode disaggregation: there is nothing to guard"
     assert lines(node) == [said]
     assert "pd-guard bound" not in node.log_text()
+    reply = node.post("/generate", {"text": "0" * 300, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}, 60)
+    assert (reply.status, reply.text) == (200, "0000")
 
 
 ENGINE = """
