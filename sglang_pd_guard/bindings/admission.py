@@ -40,7 +40,7 @@ def prefill_door(original, queue, req, num_kv_heads):
     node = nodes.current()
     node.at_door = req
     if _rejected(node, "prefill_door", req, queue):
-        return _retire(node, queue.scheduler, req)
+        return _retire(queue.scheduler, req)
     if guarded_room(req) is not None:
         with node.shield("prefill_door", req):
             node.admissions.begin(req.bootstrap_room)
@@ -60,7 +60,7 @@ def decode_door(original, queue, req, *args, **kwargs):
     node.at_door = req
     resumed = any(args) or any(kwargs.values())  # is_retracted, is_rebootstrap: it has been admitted before
     if not resumed and _rejected(node, "decode_door", req, queue):
-        return _retire(node, queue.scheduler, req)
+        return _retire(queue.scheduler, req)
     original(queue, req, *args, **kwargs)
     with node.shield("decode_door", req):
         if queue.queue and queue.queue[-1].req is req:
@@ -136,7 +136,7 @@ def _give_verdict(req, verdict: Verdict) -> None:
     req.to_finish = FINISH_ABORT(verdict.message, verdict.status, verdict.err_type)
 
 
-def _retire(node: Node, scheduler, req) -> None:
+def _retire(scheduler, req) -> None:
     """Answers the client of a request that owns nothing, with the verdict it carries."""
     if hasattr(scheduler, "retire_unadmitted_request"):  # 0.5.21 and later
         scheduler.retire_unadmitted_request(req)

@@ -15,7 +15,7 @@ from sglang_pd_guard.guards.admission import Endpoint, Verdict
 def setup_routes(result, server) -> None:
     from aiohttp import web
 
-    outbox = Outbox(str(server.host))
+    outbox = Outbox()
 
     async def describe(request: web.Request) -> web.Response:
         return web.json_response({"pd_guard": __version__})

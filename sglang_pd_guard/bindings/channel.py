@@ -56,7 +56,7 @@ def _decode_message(node: Node, frames: list[bytes]) -> bool:
         # A refusal of an earlier request that used the same room number brings another nonce back.
         if receiver is not None and getattr(receiver, "_pd_guard_nonce", None) == message.nonce:
             node.telemetry.peer_refusal("received", message.room, message.verdict.status)
-            node.fail_live(message.room, receiver, message.verdict)
+            node.fail_live(message.room, message.verdict)
     return True
 
 
@@ -80,18 +80,14 @@ def _prefill_message(node: Node, frames: list[bytes]) -> bool:
 
 def _metadata(node: Node, room: int, endpoint: tuple[str, int]) -> bool:
     """A decode rank has reserved pages for `room`. Returns whether SGLang must not see it."""
-    if not node.guarded_peers.get(endpoint):
-        refuse = node.settings.peer == "require" and node.settings.enforcing
-        node.telemetry.unguarded_peer("refused" if refuse else "served", room, f"{endpoint[0]}:{endpoint[1]}")
-        if refuse:
-            verdict = unguarded(f"decode {endpoint[0]}:{endpoint[1]}")
-            node.tell_decode(endpoint, room, 0, verdict)
-            sender = node.live(room)
-            if sender is not None:
-                node.fail_live(room, sender, verdict)
-            else:
-                node.admissions.peer_refused(room, verdict)
-            return True
+    if not node.guarded_peers.get(endpoint) and node.refuses_unguarded(room, f"{endpoint[0]}:{endpoint[1]}"):
+        verdict = unguarded(f"decode {endpoint[0]}:{endpoint[1]}")
+        node.tell_decode(endpoint, room, 0, verdict)
+        if node.live(room) is not None:
+            node.fail_live(room, verdict)
+        else:
+            node.admissions.peer_refused(room, verdict)
+        return True
     verdict = node.admissions.refused(room)
     if verdict is None or node.live(room) is not None:
         return False
@@ -126,4 +122,4 @@ def _refused_by_decode(node: Node, message: wire.Refusal) -> None:
     # Once pages were handed to the transfer, SGLang's own ABORT ends it in order.
     if not nodes.handed_over(sender):
         node.telemetry.peer_refusal("received", message.room, message.verdict.status)
-        node.fail_live(message.room, sender, message.verdict)
+        node.fail_live(message.room, message.verdict)

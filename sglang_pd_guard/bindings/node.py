@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from sglang_pd_guard.bindings.transport import BootstrapClient, Outbox
 from sglang_pd_guard.guards.admission import Admissions, Endpoint, Verdict
-from sglang_pd_guard.guards.wire import Hello, Refusal, Wake
+from sglang_pd_guard.guards.wire import Hello, Refusal, Wake, encode
 from sglang_pd_guard.settings import GUARDS, Settings
 from sglang_pd_guard.telemetry import Telemetry
 
@@ -82,14 +82,16 @@ class Node:
         self.guarded_peers = _Recent()
         self._outbox: Outbox | None = None
         self._client: BootstrapClient | None = None
+        self._drains = False
 
     # --- the KV manager and its control socket ----------------------------------------------------------------
 
     def attach(self, manager) -> None:
         """Called when SGLang has built this rank's KV manager."""
         self.manager = manager
-        self._outbox = Outbox(manager.local_ip)
+        self._outbox = Outbox()
         self._client = BootstrapClient(on_drop=self.telemetry.dropped_refusal)
+        self._drains = _drains(manager, self.settings)
 
     @property
     def own_endpoint(self) -> Endpoint:
@@ -123,18 +125,15 @@ class Node:
         verdict = self.admissions.admit(room, use)
         if verdict is not None and self.settings.enforcing:
             self.telemetry.peer_refusal("received", room, verdict.status)
-            self.fail_live(room, sender, verdict)
+            self.fail_live(room, verdict)
 
     def live(self, room: int):
         """The sender or receiver of the request that lives in `room`, or None."""
-        transfer = self._tracked(room)
+        with self._live_lock:
+            transfer = self._live.get(room)
         return transfer if transfer is not None and getattr(transfer, "conclude_state", None) is None else None
 
-    def _tracked(self, room: int):
-        with self._live_lock:
-            return self._live.get(room)
-
-    def fail_live(self, room: int, transfer, verdict: Verdict) -> None:
+    def fail_live(self, room: int, verdict: Verdict) -> None:
         """Ends the live request in `room` with `verdict`, through SGLang's own poll."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -248,17 +247,7 @@ class Node:
             # SGLang's own socket: the introduction arrives ahead of the metadata that follows on it.
             socket, lock = type(receiver)._connect_to_bootstrap_server(info)
             with lock:
-                socket.send_multipart(self._outbox.frames(hello))
-
-    @property
-    def _drains(self) -> bool:
-        """Whether this decode holds the pages of any failed transfer until the writes have drained: SGLang 0.5.21 and
-        later, unless switched off."""
-        from sglang_pd_guard.bindings.binder import effective_version
-        from sglang_pd_guard.bindings.table import order
-
-        held = getattr(self.manager, "enable_deferred_decode_kv_release", False)
-        return bool(held) and order(effective_version(self.settings)) >= order("0.5.21")
+                socket.send_multipart(encode(hello))
 
     def _is_guarded(self, endpoint: Endpoint, bootstrap_addr: str) -> bool:
         if self.guarded_peers.get(endpoint):
@@ -268,11 +257,14 @@ class Node:
             return True
         return False
 
-    def _unguarded_prefill(self, receiver) -> None:
+    def refuses_unguarded(self, room: int, peer: str) -> bool:
+        """Whether the unguarded `peer` of the request in `room` may not serve it; counted either way."""
         refuse = self.settings.peer == "require" and self.settings.enforcing
-        room = receiver.bootstrap_room
-        self.telemetry.unguarded_peer("refused" if refuse else "served", room, receiver.bootstrap_addr)
-        if refuse:
+        self.telemetry.unguarded_peer("refused" if refuse else "served", room, peer)
+        return refuse
+
+    def _unguarded_prefill(self, receiver) -> None:
+        if self.refuses_unguarded(receiver.bootstrap_room, receiver.bootstrap_addr):
             self.fail_receiver(receiver, unguarded(f"prefill {receiver.bootstrap_addr}"))
 
     def fail_receiver(self, receiver, verdict: Verdict) -> None:
@@ -297,6 +289,16 @@ class Node:
             fault[0] = True
             with contextlib.suppress(Exception):
                 self.telemetry.fault(seam, getattr(req, "rid", None), getattr(req, "bootstrap_room", room))
+
+
+def _drains(manager, settings: Settings) -> bool:
+    """Whether this decode holds the pages of any failed transfer until the writes have drained: SGLang 0.5.21 and later,
+    unless switched off."""
+    from sglang_pd_guard.bindings.binder import effective_version
+    from sglang_pd_guard.bindings.table import order
+
+    held = getattr(manager, "enable_deferred_decode_kv_release", False)
+    return bool(held) and order(effective_version(settings)) >= order("0.5.21")
 
 
 def handed_over(sender) -> bool:

@@ -21,17 +21,12 @@ class Outbox:
 
     _LIMIT = 256
 
-    def __init__(self, local_ip: str):
+    def __init__(self):
         import zmq
 
         self._zmq = zmq
-        self._ipv6 = ":" in local_ip
         self._lock = threading.Lock()
         self._sockets: OrderedDict[Endpoint, object] = OrderedDict()
-
-    @staticmethod
-    def frames(message: wire.Message) -> list[bytes]:
-        return wire.encode(message)
 
     def send(self, endpoint: Endpoint, message: wire.Message) -> bool:
         """Returns False where the message could not even be queued."""
