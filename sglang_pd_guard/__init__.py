@@ -19,6 +19,7 @@ def require(
     peer: str = "require",
     disable: tuple[str, ...] = (),
     allow_unverified: bool = False,
+    allow_capacity_mismatch: bool = False,
 ) -> None:
     """Turns the guard on for every ``sglang.Engine`` this process creates, or raises.
 
@@ -34,7 +35,7 @@ def require(
 
     from sglang_pd_guard.settings import Settings
 
-    settings = Settings(mode, peer, frozenset(disable), allow_unverified)
+    settings = Settings(mode, peer, frozenset(disable), allow_unverified, allow_capacity_mismatch)
     os.environ.update(settings.to_env())
 
     from sglang.srt import plugins

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 #: Guards that exist, each switchable with ``--pd-guard-disable NAME``.
-GUARDS = ("admission",)
+GUARDS = ("admission", "receipt", "room", "capacity", "audit")
 MODES = ("enforce", "observe")
 PEERS = ("require", "prefer")
 
@@ -37,6 +37,7 @@ class Settings:
         disable: names of guards (see `GUARDS`) that are not bound.
         allow_unverified: start on an SGLang version that is not in the table, provided that
             every hook target resolves with the signature of the nearest version that is.
+        allow_capacity_mismatch: serve a decode that admits prompts prefill cannot hold; a warning remains.
 
     Raises:
         SettingsError: a value is not one of the allowed ones.
@@ -46,6 +47,7 @@ class Settings:
     peer: str = "require"
     disable: frozenset[str] = frozenset()
     allow_unverified: bool = False
+    allow_capacity_mismatch: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -74,6 +76,7 @@ class Settings:
             peer=env.get(f"{ENV}_PEER") or "require",
             disable=_names(env.get(f"{ENV}_DISABLE", "")),
             allow_unverified=_boolean(env, f"{ENV}_ALLOW_UNVERIFIED"),
+            allow_capacity_mismatch=_boolean(env, f"{ENV}_ALLOW_CAPACITY_MISMATCH"),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -84,6 +87,7 @@ class Settings:
             f"{ENV}_PEER": self.peer,
             f"{ENV}_DISABLE": ",".join(sorted(self.disable)),
             f"{ENV}_ALLOW_UNVERIFIED": "1" if self.allow_unverified else "0",
+            f"{ENV}_ALLOW_CAPACITY_MISMATCH": "1" if self.allow_capacity_mismatch else "0",
         }
 
     @classmethod
@@ -103,6 +107,7 @@ class Settings:
                 ("peer", args.pd_guard_peer),
                 ("disable", None if args.pd_guard_disable is None else _names(args.pd_guard_disable)),
                 ("allow_unverified", args.pd_guard_allow_unverified or None),
+                ("allow_capacity_mismatch", args.pd_guard_allow_capacity_mismatch or None),
             )
             if value is not None
         }
@@ -115,7 +120,9 @@ class Settings:
 
     def __reduce__(self):
         # Unpickling demands the guard in the process that unpickles: see seal.py.
-        return _restore, (self.mode, self.peer, tuple(sorted(self.disable)), self.allow_unverified)
+        return _restore, (
+            self.mode, self.peer, tuple(sorted(self.disable)), self.allow_unverified, self.allow_capacity_mismatch
+        )  # fmt: skip
 
     def __copy__(self) -> Settings:
         return self
@@ -124,10 +131,12 @@ class Settings:
         return self
 
 
-def _restore(mode: str, peer: str, disable: tuple[str, ...], allow_unverified: bool) -> Settings:
+def _restore(
+    mode: str, peer: str, disable: tuple[str, ...], allow_unverified: bool, allow_capacity_mismatch: bool
+) -> Settings:
     from sglang_pd_guard import seal
 
-    settings = Settings(mode, peer, frozenset(disable), allow_unverified)
+    settings = Settings(mode, peer, frozenset(disable), allow_unverified, allow_capacity_mismatch)
     seal.demand(settings)
     return settings
 
@@ -165,6 +174,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Start on an SGLang version that is not in the guard's table, if every hook target resolves "
         "with a known signature.",
+    )
+    group.add_argument(
+        "--pd-guard-allow-capacity-mismatch",
+        action="store_true",
+        help="On prefill: serve a decode that admits longer prompts than prefill can hold, or that alone truncates them, "
+        "with a warning instead of a refusal.",
     )
 
 

@@ -18,6 +18,8 @@ METRICS = {
     "unguarded_peers": ("counter", "Requests whose peer runs without a guard.", ("role", "action")),
     "rooms": ("gauge", "Rooms this rank remembers: asked for, refused here, refused by the peer.", ("role", "state")),
     "faults": ("counter", "Faults inside the guard itself; each aborted its request.", ("role", "seam")),
+    "findings": ("counter", "Requests whose peer's capacity does not fit this node's.", ("role", "rule", "action")),
+    "owned_when_idle": ("gauge", "What an idle scheduler still owns: more than 0 is a leak.", ("role", "kind")),
     "dropped_refusals": ("counter", "Refusals that could not be sent to the peer.", ("role",)),
 }
 
@@ -49,11 +51,35 @@ class Telemetry:
         for state, number in count.items():
             _metric("rooms").labels(self.role, state).set(number)
 
-    def refused(self, guard: str, rule: str, rid: str | None, room: int | None, status: int, enforced: bool) -> None:
+    def refused(
+        self, guard: str, rule: str, rid: str | None, room: int | None, status: int, enforced: bool, numbers: str = ""
+    ) -> None:
+        """Args:
+        numbers: `` expected=... found=...``, where the rule compares two.
+        """
         _metric("refused" if enforced else "observed").labels(self.role, guard, rule).inc()
         logger.warning(
-            "pd-guard %s guard=%s rule=%s role=%s rid=%s room=%s status=%s",
-            "refused" if enforced else "would-refuse", guard, rule, self.role, rid, room, status,
+            "pd-guard %s guard=%s rule=%s role=%s rid=%s room=%s status=%s%s",
+            "refused" if enforced else "would-refuse", guard, rule, self.role, rid, room, status, numbers,
+        )  # fmt: skip
+
+    def finding(self, rule: str, refused: bool, peer: str, prefill: int, decode: int, *, first: bool) -> None:
+        """A peer's capacity does not fit; logged for the first request of each peer, counted for all."""
+        action = "refused" if refused else "served"
+        _metric("findings").labels(self.role, rule, action).inc()
+        if first:
+            logger.warning(
+                "pd-guard finding guard=capacity rule=%s action=%s role=%s peer=%s prefill=%s decode=%s",
+                rule, action, self.role, peer, prefill, decode,
+            )  # fmt: skip
+
+    def owned_when_idle(self, owned: dict[str, int]) -> None:
+        for kind, number in owned.items():
+            _metric("owned_when_idle").labels(self.role, kind).set(number)
+        what = " ".join(f"{kind}={number}" for kind, number in owned.items())
+        logger.log(
+            logging.WARNING if any(owned.values()) else logging.INFO,
+            "pd-guard audit guard=audit role=%s idle node owns %s", self.role, what,
         )  # fmt: skip
 
     def peer_refusal(self, direction: str, room: int, status: int) -> None:

@@ -1,4 +1,4 @@
-"""Seams of the admission guard: the doors of both nodes and everything that aborts a request behind them."""
+"""The doors of both nodes, where the admission and the room guard refuse, and everything that aborts a request behind them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.node import FAULT, Node, verdict_of
+from sglang_pd_guard.guards import room as rooms
 from sglang_pd_guard.guards.admission import Verdict, never_fits
 
 #: Said to a request that SGLang would wait for, or crash on, since nobody could ever match it with its peer.
@@ -61,10 +62,15 @@ def decode_door(original, queue, req, *args, **kwargs):
     resumed = any(args) or any(kwargs.values())  # is_retracted, is_rebootstrap: it has been admitted before
     if not resumed and _rejected(node, "decode_door", req, queue):
         return _retire(queue.scheduler, req)
+    if guarded_room(req) is not None:
+        with node.shield("decode_door", req):
+            node.name_use(req)
     original(queue, req, *args, **kwargs)
     with node.shield("decode_door", req):
-        if queue.queue and queue.queue[-1].req is req:
-            req._pd_guard_receiver = weakref.ref(queue.queue[-1].kv_receiver)
+        if guarded_room(req) is not None and queue.queue and queue.queue[-1].req is req:
+            receiver = queue.queue[-1].kv_receiver
+            req._pd_guard_receiver = weakref.ref(receiver)
+            node.track(req.bootstrap_room, receiver)
     return None
 
 
@@ -73,16 +79,18 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
     with node.shield(seam, req) as fault:
         if _is_fake(req) or _holds_resources(req):
             return False
-        rule, verdict = "unadmitted", verdict_of(req)
+        guard, rule, verdict = "admission", "unadmitted", verdict_of(req)
+        if verdict is not None and not node.settings.runs("admission"):
+            return False
         if verdict is None:
-            rule, verdict = _unservable(node, req, queue)
+            guard, rule, verdict = _own_verdict(node, req, queue)
             if verdict is None:
                 return False
             if node.settings.enforcing:
                 req.set_finish_with_abort(verdict.message)
         if node.settings.enforcing:
             _adopt_room(node, req)
-        node.refused(req, verdict, rule, at_door=True)
+        node.refused(req, verdict, rule, guard=guard, at_door=True)
         return node.settings.enforcing
     if fault[0] and node.settings.enforcing:
         _give_verdict(req, FAULT)
@@ -92,14 +100,21 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
     return False
 
 
-def _unservable(node: Node, req, queue) -> tuple[str, Verdict | None]:
-    """Our own verdict on a request that SGLang admits and cannot serve, with the rule it breaks."""
+def _own_verdict(node: Node, req, queue) -> tuple[str, str, Verdict | None]:
+    """Our own verdict on a request that SGLang admits and cannot serve, with the guard and the rule it breaks."""
+    if node.settings.runs("room") and node.manager is not None and req.bootstrap_room is not None:
+        if (getattr(req.sampling_params, "n", 1) or 1) > 1:
+            return "room", "several-samples", rooms.several_samples(req.sampling_params.n)
+        if node.occupied(req.bootstrap_room):
+            return "room", "in-use", rooms.in_use(req.bootstrap_room)
+    if not node.settings.runs("admission"):
+        return "", "", None
     if req.bootstrap_room is None and node.manager is not None:
-        return "no-room", NO_ROOM
+        return "admission", "no-room", NO_ROOM
     if getattr(queue.scheduler, "enable_hisparse", False):  # its capacity is not the pool's
-        return "", None
-    pool = queue.scheduler.max_total_num_tokens * getattr(queue.scheduler, "kv_shard_widening", 1)
-    return "never-fits", never_fits(node.role, len(req.origin_input_ids), pool, _margin(queue))
+        return "", "", None
+    pool, margin = nodes.pool_tokens(queue.scheduler), nodes.margin(queue.scheduler, node.role)
+    return "admission", "never-fits", never_fits(node.role, len(req.origin_input_ids), pool, margin)
 
 
 def _adopt_room(node: Node, req) -> None:
@@ -108,15 +123,6 @@ def _adopt_room(node: Node, req) -> None:
     if req.bootstrap_room is None and source is not None and source.rid == req.rid:
         req.bootstrap_host, req.bootstrap_room = source.bootstrap_host, source.bootstrap_room
         req.bootstrap_port = source.bootstrap_port
-
-
-def _margin(queue) -> int:
-    """Tokens of the pool that SGLang's scheduler keeps free beside a prompt, or it never runs it."""
-    reserved = getattr(queue, "num_reserved_decode_tokens", None)
-    if reserved is not None:  # decode: DecodePreallocQueue.pop_preallocated
-        return reserved
-    # prefill: PrefillAdder.add_one_req keeps a page for alignment and takes prompt + 1 < pool.
-    return queue.scheduler.token_to_kv_pool_allocator.page_size + 2
 
 
 def _holds_resources(req) -> bool:
@@ -198,14 +204,17 @@ def prepare_abort(original, req, error_message, status_code=None):
     room = guarded_room(req)
     if room is None:
         return original(req, error_message, status_code)
-    peer_verdict = None
+    known = None
     with node.shield("prepare_abort", req):
-        peer_verdict = node.admissions.take_peer_verdict(room) if node.settings.enforcing else None
-    if peer_verdict is not None:
-        original(req, peer_verdict.message, peer_verdict.status)
-        req.finished_reason.err_type = peer_verdict.err_type
+        if node.settings.enforcing:
+            known = getattr(req, "_pd_guard_verdict", None) or node.admissions.take_peer_verdict(room)
+    if known is not None:
+        original(req, known.message, known.status)
+        req.finished_reason.err_type = known.err_type
         return None
     original(req, error_message, status_code)
+    if not node.settings.runs("admission"):
+        return None
     with node.shield("prepare_abort", req):
         node.refused(req, verdict_of(req), "aborted")
     return None

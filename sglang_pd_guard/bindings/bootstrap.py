@@ -1,24 +1,28 @@
 """Seam: the prefill's bootstrap server, in the launcher process.
 
-``GET /pd_guard`` tells decode that this prefill is guarded; ``POST /pd_guard`` takes decode's refusals and passes
+``GET /pd_guard`` tells decode that this prefill is guarded, and by which guards; ``POST /pd_guard`` takes decode's refusals and passes
 them to every prefill rank. Like the server's own routes it is reachable by the cluster's nodes only and trusts them.
 """
 
 from __future__ import annotations
 
+from sglang_pd_guard import seal
 from sglang_pd_guard.__about__ import __version__
 from sglang_pd_guard.bindings.transport import ROUTE, Outbox
 from sglang_pd_guard.guards import wire
 from sglang_pd_guard.guards.admission import Endpoint, Verdict
+from sglang_pd_guard.settings import GUARDS
 
 
 def setup_routes(result, server) -> None:
     from aiohttp import web
 
     outbox = Outbox()
+    settings = seal.settings_from_env()
+    description = {"pd_guard": __version__, "guards": [g for g in GUARDS if settings is None or settings.runs(g)]}
 
     async def describe(request: web.Request) -> web.Response:
-        return web.json_response({"pd_guard": __version__})
+        return web.json_response(description)
 
     async def refuse(request: web.Request) -> web.Response:
         try:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from sglang_pd_guard.__about__ import __version__
 from sglang_pd_guard.bindings import node as nodes
+from sglang_pd_guard.bindings import receipt, room
 from sglang_pd_guard.bindings.node import Node, unguarded
 from sglang_pd_guard.guards import wire
+from sglang_pd_guard.guards.admission import Verdict
 from sglang_pd_guard.seal import ATTRIBUTE
 
 ATTESTATION = ATTRIBUTE
 
 
 def get_init_info(result: dict, scheduler) -> dict:
+    nodes.current().scheduler = scheduler
     return {**result, ATTESTATION: __version__}
 
 
@@ -41,15 +44,17 @@ def manager_init(result, manager, *args, **kwargs) -> None:
 def receiver_init(result, receiver, *args, **kwargs) -> None:
     node = nodes.current()
     with node.shield("introduce", room=receiver.bootstrap_room) as fault:
+        if node.settings.runs("receipt"):
+            receipt.watch(receiver)
         node.introduce(receiver)
     if fault[0] and node.settings.enforcing:
         node.fail_receiver(receiver, nodes.FAULT)
 
 
 def _decode_message(node: Node, frames: list[bytes]) -> bool:
-    """Returns whether the message was the guard's."""
+    """Returns whether the message was the guard's, or is of a room that is no more."""
     if not wire.is_guard_message(frames):
-        return False
+        return room.is_late(node, frames)
     message = wire.decode(frames)
     if isinstance(message, wire.Refusal) and node.settings.enforcing:
         receiver = node.live(message.room)
@@ -68,6 +73,10 @@ def _prefill_message(node: Node, frames: list[bytes]) -> bool:
     message = wire.decode(frames)
     if isinstance(message, wire.Hello):
         node.guarded_peers[message.endpoint] = message
+        unfit = node.unfit(message)
+        if unfit is not None:
+            _refuse_peer(node, message.room, message.endpoint, message.nonce, unfit)
+            return True
         verdict = node.admissions.hello(message.room, message.endpoint, message.nonce)
         if verdict is not None:
             node.tell_decode(message.endpoint, message.room, message.nonce, verdict)
@@ -80,20 +89,27 @@ def _prefill_message(node: Node, frames: list[bytes]) -> bool:
 
 def _metadata(node: Node, room: int, endpoint: tuple[str, int]) -> bool:
     """A decode rank has reserved pages for `room`. Returns whether SGLang must not see it."""
-    if not node.guarded_peers.get(endpoint) and node.refuses_unguarded(room, f"{endpoint[0]}:{endpoint[1]}"):
-        verdict = unguarded(f"decode {endpoint[0]}:{endpoint[1]}")
-        node.tell_decode(endpoint, room, 0, verdict)
-        if node.live(room) is not None:
-            node.fail_live(room, verdict)
-        else:
-            node.admissions.peer_refused(room, verdict)
+    peer = node.guarded_peers.get(endpoint)
+    if peer is None and node.refuses_unguarded(room, f"{endpoint[0]}:{endpoint[1]}"):
+        _refuse_peer(node, room, endpoint, 0, unguarded(f"decode {endpoint[0]}:{endpoint[1]}"))
         return True
+    if peer is not None and node.turned_away(peer):
+        return True  # it was told when it said hello
     verdict = node.admissions.refused(room)
     if verdict is None or node.live(room) is not None:
         return False
-    if not node.guarded_peers.get(endpoint):  # a guarded one was told when it said hello
+    if peer is None:  # a guarded one was told when it said hello
         node.tell_decode(endpoint, room, 0, verdict)
     return True
+
+
+def _refuse_peer(node: Node, room: int, endpoint: tuple[str, int], nonce: int, verdict: Verdict) -> None:
+    """This prefill may not serve that decode: both clients of the request in `room` are told."""
+    node.tell_decode(endpoint, room, nonce, verdict)
+    if node.live(room) is not None:
+        node.fail_live(room, verdict)
+    else:
+        node.admissions.peer_refused(room, verdict)
 
 
 def _clear_refused(node: Node, room: int) -> None:

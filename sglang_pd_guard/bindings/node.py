@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import secrets
 import threading
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 
 from sglang_pd_guard.bindings.transport import BootstrapClient, Outbox
 from sglang_pd_guard.guards.admission import Admissions, Endpoint, Verdict
+from sglang_pd_guard.guards.audit import Audit
+from sglang_pd_guard.guards.capacity import Finding, Limits, compare
 from sglang_pd_guard.guards.wire import Hello, Refusal, Wake, encode
 from sglang_pd_guard.settings import GUARDS, Settings
 from sglang_pd_guard.telemetry import Telemetry
@@ -72,11 +75,16 @@ class Node:
         self.telemetry.start(
             __version__, settings.mode, settings.peer, [g for g in GUARDS if settings.runs(g)], sglang_version()
         )
+        self.audit = Audit()
+        self.scheduler = None
         self.manager = None
         self.incoming: object | None = None
         self.at_door: object | None = None
         self.handshake_steps = 0
+        self._limits: Limits | None = None
+        self._unfit_told = _Recent()
         self._uses = itertools.count()
+        self._nonces: OrderedDict[int, int] = OrderedDict()
         self._live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         self._live_lock = threading.Lock()
         self.guarded_peers = _Recent()
@@ -117,6 +125,28 @@ class Node:
         with self._live_lock:
             self._live[room] = transfer
 
+    def occupied(self, room: int) -> bool:
+        """Whether a request that has not ended owns `room` here: from its door until SGLang has cleared its transfer.
+
+        The same on all ranks, unlike what a poll says.
+        """
+        with self._live_lock:
+            transfer = self._live.get(room)
+        return transfer is not None and not getattr(transfer, "_pd_guard_ended", False)
+
+    def occupied_rooms(self) -> int:
+        with self._live_lock:
+            return sum(not getattr(transfer, "_pd_guard_ended", False) for transfer in self._live.values())
+
+    def name_use(self, req) -> None:
+        """decode: chooses the nonce of this use of the request's room, the same on all ranks of the node."""
+        seed = f"{self.scheduler.server_args.random_seed}:{next(self._uses)}:{req.rid}:{req.bootstrap_room}"
+        nonce = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest()) >> 1 | 1
+        self._nonces.pop(req.bootstrap_room, None)
+        self._nonces[req.bootstrap_room] = nonce
+        while len(self._nonces) > 65536:
+            self._nonces.popitem(last=False)
+
     def admit(self, req) -> None:
         """prefill: SGLang has accepted this request and given it a sender."""
         room, sender, use = req.bootstrap_room, req.disagg_kv_sender, next(self._uses)
@@ -144,21 +174,21 @@ class Node:
 
     # --- refusals ---------------------------------------------------------------------------------------------
 
-    def refused(self, req, verdict: Verdict, rule: str, *, at_door: bool = False) -> None:
+    def refused(self, req, verdict: Verdict, rule: str, *, guard: str = "admission", at_door: bool = False) -> None:
         """A request is refused here: count it and tell the peer.
 
         Args:
             req: SGLang's request.
             verdict: what its client is told.
-            rule: names the check, for metrics and log.
+            rule, guard: name the check and whose it is, for metrics and log.
             at_door: it has no sender or receiver yet; whatever lives in its room is another request's.
         """
         room = req.bootstrap_room
-        self.telemetry.refused("admission", rule, req.rid, room, verdict.status, self.settings.enforcing)
-        if not self.settings.enforcing or self.manager is None or room is None:
+        self.telemetry.refused(guard, rule, req.rid, room, verdict.status, self.settings.enforcing)
+        if not self.settings.enforcing or self.manager is None or room is None or not self.settings.runs("admission"):
             return
         sender = getattr(req, "disagg_kv_sender", None)
-        if (at_door or (self.role == "prefill" and sender is None)) and self.live(room) is not None:
+        if (at_door or (self.role == "prefill" and sender is None)) and (self.live(room) is not None or rule == "in-use"):
             return  # the other request's peer must not hear of this one
         if self.role == "decode":
             if self.is_entry_rank:
@@ -236,12 +266,17 @@ class Node:
         if not infos or room is None or receiver.conclude_state is not None:
             return
         self.track(room, receiver)
-        receiver._pd_guard_nonce = secrets.randbits(63) | 1
+        receiver._pd_guard_nonce = self._nonces.pop(room, None) or secrets.randbits(63) | 1
         ip, port = self.own_endpoint
-        hello = Hello(room, receiver._pd_guard_nonce, ip, port, self.settings.mode, self._drains)
+        limits = self.limits()
+        hello = Hello(
+            room, receiver._pd_guard_nonce, ip, port, self.settings.mode, self._drains, limits.longest, limits.truncates
+        )
         for info in infos:
             endpoint = (str(info["rank_ip"]), int(info["rank_port"]))
-            if not self._is_guarded(endpoint, receiver.bootstrap_addr):
+            guards = self._guards_of(endpoint, receiver.bootstrap_addr)
+            receiver._pd_guard_receipts = guards is not None and "receipt" in guards
+            if guards is None:
                 self._unguarded_prefill(receiver)
                 return
             # SGLang's own socket: the introduction arrives ahead of the metadata that follows on it.
@@ -249,13 +284,14 @@ class Node:
             with lock:
                 socket.send_multipart(encode(hello))
 
-    def _is_guarded(self, endpoint: Endpoint, bootstrap_addr: str) -> bool:
-        if self.guarded_peers.get(endpoint):
-            return True
-        if self._client.is_guarded(bootstrap_addr):
-            self.guarded_peers[endpoint] = True
-            return True
-        return False
+    def _guards_of(self, endpoint: Endpoint, bootstrap_addr: str) -> frozenset[str] | None:
+        """The guards that run on this prefill; None where it has no guard at all."""
+        known = self.guarded_peers.get(endpoint)
+        if known is None:
+            known = self._client.guards_of(bootstrap_addr)
+            if known is not None:
+                self.guarded_peers[endpoint] = known
+        return known
 
     def refuses_unguarded(self, room: int, peer: str) -> bool:
         """Whether the unguarded `peer` of the request in `room` may not serve it; counted either way."""
@@ -266,6 +302,33 @@ class Node:
     def _unguarded_prefill(self, receiver) -> None:
         if self.refuses_unguarded(receiver.bootstrap_room, receiver.bootstrap_addr):
             self.fail_receiver(receiver, unguarded(f"prefill {receiver.bootstrap_addr}"))
+
+    # --- capacity ---------------------------------------------------------------------------------------------
+
+    def limits(self) -> Limits:
+        """What this node admits, which never changes."""
+        if self._limits is None:
+            self._limits = _limits(self)
+        return self._limits
+
+    def _finding(self, hello: Hello) -> Finding | None:
+        return compare(self.limits(), hello.limits) if self.settings.runs("capacity") else None
+
+    def turned_away(self, hello: Hello) -> bool:
+        """prefill: whether this decode's requests are refused for its capacity."""
+        return self.settings.enforcing and not self.settings.allow_capacity_mismatch and self._finding(hello) is not None
+
+    def unfit(self, hello: Hello) -> Verdict | None:
+        """prefill: the verdict on a request of a decode that this prefill may not serve; what is found is counted."""
+        found = self._finding(hello)
+        if found is None:
+            return None
+        refuse = self.turned_away(hello)
+        first = self._unfit_told.get(hello.endpoint) != hello.limits
+        self._unfit_told[hello.endpoint] = hello.limits
+        peer = f"{hello.ip}:{hello.port}"
+        self.telemetry.finding(found.rule, refuse, peer, found.prefill, found.decode, first=first)
+        return found.verdict if refuse else None
 
     def fail_receiver(self, receiver, verdict: Verdict) -> None:
         """decode: ends a request whose handshake is in progress, as SGLang's own handshake failures do."""
@@ -299,6 +362,29 @@ def _drains(manager, settings: Settings) -> bool:
 
     held = getattr(manager, "enable_deferred_decode_kv_release", False)
     return bool(held) and order(effective_version(settings)) >= order("0.5.21")
+
+
+def _limits(node: Node) -> Limits:
+    scheduler = node.scheduler
+    truncates = bool(getattr(scheduler.server_args, "allow_auto_truncate", False))
+    if getattr(scheduler, "enable_hisparse", False):  # its capacity is not the pool's
+        return Limits(0, truncates)
+    longest = scheduler.max_req_input_len - 1
+    if node.role == "prefill" or node.settings.runs("admission"):
+        longest = min(longest, pool_tokens(scheduler) - margin(scheduler, node.role))
+    return Limits(longest, truncates)
+
+
+def pool_tokens(scheduler) -> int:
+    return scheduler.max_total_num_tokens * getattr(scheduler, "kv_shard_widening", 1)
+
+
+def margin(scheduler, role: str) -> int:
+    """Tokens of the pool that SGLang's scheduler keeps free beside a prompt, or it never runs it."""
+    if role == "decode":  # DecodePreallocQueue.pop_preallocated
+        return scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
+    # PrefillAdder.add_one_req keeps a page for alignment and takes prompt + 1 < pool.
+    return scheduler.token_to_kv_pool_allocator.page_size + 2
 
 
 def handed_over(sender) -> bool:

@@ -71,23 +71,26 @@ class BootstrapClient:
         self._pending = threading.BoundedSemaphore(self._MAX_PENDING)
         self._unguarded_until: OrderedDict[str, float] = OrderedDict()
 
-    def is_guarded(self, bootstrap_addr: str) -> bool:
-        """Asks the bootstrap server; blocks for up to 3 s. A "no" is believed for 10 s, no answer for 1 s."""
+    def guards_of(self, bootstrap_addr: str) -> frozenset[str] | None:
+        """Asks the bootstrap server which guards its prefill runs; None where it has no guard, or does not answer.
+
+        Blocks for up to 3 s. A "no" is believed for 10 s, no answer for 1 s.
+        """
         import requests
 
         if self._unguarded_until.get(bootstrap_addr, 0.0) > time.monotonic():
-            return False
+            return None
         try:
             answer = requests.get(f"http://{bootstrap_addr}{ROUTE}", timeout=self._TIMEOUT_S)
             if answer.status_code == 200 and "pd_guard" in answer.json():
-                return True
+                return frozenset(map(str, answer.json().get("guards", ())))
             retry = self._RETRY_S["unguarded"]
-        except (requests.RequestException, ValueError):
+        except (requests.RequestException, ValueError, TypeError):
             retry = self._RETRY_S["unreachable"]
         self._unguarded_until[bootstrap_addr] = time.monotonic() + retry
         while len(self._unguarded_until) > 256:
             self._unguarded_until.popitem(last=False)
-        return False
+        return None
 
     def refuse(self, bootstrap_addr: str, refusal: wire.Refusal) -> None:
         """Delivers a refusal in the background. An unguarded prefill has no such route: nothing happens there."""

@@ -137,15 +137,20 @@ class _Asked:
         use: the use of the room that prefill has admitted, if any.
     """
 
-    hellos: dict[Endpoint, tuple[int, _Of]] = dataclasses.field(default_factory=dict)
+    hellos: dict[Endpoint, tuple[int, _Of]] = dataclasses.field(default_factory=dict)  # the newest is the last
     use: int | None = None
 
     def nonces(self, *of: _Of) -> dict[Endpoint, int]:
         return {endpoint: nonce for endpoint, (nonce, mark) in self.hellos.items() if mark in of}
 
+    @property
+    def latest(self) -> int:
+        return next(reversed(self.hellos.values()), (0, None))[0]
+
     def note(self, endpoint: Endpoint, nonce: int) -> None:
-        known, mark = self.hellos.get(endpoint, (None, _Of.EITHER))
+        known, mark = self.hellos.pop(endpoint, (None, _Of.EITHER))
         if known == nonce:
+            self.hellos[endpoint] = known, mark
             return
         this = self.use is not None and mark is _Of.EITHER
         self.hellos[endpoint] = (nonce, _Of.THIS if this else _Of.NEXT)
@@ -178,7 +183,7 @@ class Admissions:
 
     def __init__(
         self,
-        capacity: int = 8192,
+        capacity: int = 65536,
         asked_ttl: float = 3600.0,
         verdict_ttl: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -186,6 +191,7 @@ class Admissions:
     ):
         self._lock = threading.Lock()
         self._on_change = on_change
+        self._counted: dict[str, int] = {}
         self._gone: deque[tuple[int, int]] = deque()
         self._asked: _Bounded[_Asked] = _Bounded(capacity, asked_ttl, clock)
         self._refused: _Bounded[_Refused] = _Bounded(capacity, verdict_ttl, clock)
@@ -204,7 +210,10 @@ class Admissions:
         with self._lock:
             self._drop_gone()
             yield
-            self._on_change(self._count())
+            count = self._count()
+            if count != self._counted:
+                self._counted = count
+                self._on_change(count)
 
     def _drop_gone(self) -> None:
         while self._gone:
@@ -272,6 +281,12 @@ class Admissions:
         with self._locked():
             asked = self._asked.get(room)
             return asked is not None and nonce in asked.nonces(*_Of).values()
+
+    def nonce(self, room: int) -> int:
+        """The nonce of the newest introduction of `room`; 0 where there is none."""
+        with self._locked():
+            asked = self._asked.get(room)
+            return 0 if asked is None else asked.latest
 
     def refused(self, room: int) -> Verdict | None:
         """The verdict under which `room` was refused here and not used again since."""

@@ -13,6 +13,7 @@ import dataclasses
 import json
 
 from sglang_pd_guard.guards.admission import Verdict
+from sglang_pd_guard.guards.capacity import Limits
 
 TAG = b"PDGUARD1"
 _MAX_FRAME = 16384
@@ -28,6 +29,7 @@ class Hello:
         ip, port: the decode rank's control socket.
         mode: the decode's guard mode; only ``enforce`` acts on a refusal.
         drains: this decode holds the pages of a failed transfer until prefill has acknowledged that its writes ended.
+        longest, truncates: what this decode admits, see `capacity.Limits`.
     """
 
     room: int
@@ -36,12 +38,18 @@ class Hello:
     port: int
     mode: str
     drains: bool
+    longest: int = 0
+    truncates: bool = False
 
     kind = b"HELLO"
 
     @property
     def endpoint(self) -> tuple[str, int]:
         return self.ip, self.port
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.longest, self.truncates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +107,12 @@ def decode(frames: list[bytes]) -> Message | None:
         message = cls(**body)
     except (ValueError, TypeError, KeyError):
         return None
-    ints = ("room", "nonce", "port")
+    ints = ("room", "nonce", "port", "longest")
     if any(type(body[name]) is not int for name in ints if name in body):
         return None
     if any(type(body[name]) is not str for name in ("ip", "mode") if name in body):
         return None
-    if any(type(body[name]) is not bool for name in ("drains", "before_transfer") if name in body):
+    if any(type(body[name]) is not bool for name in ("drains", "before_transfer", "truncates") if name in body):
         return None
     return message
 

@@ -11,7 +11,7 @@ import pytest
 from pd_rig.client import run_concurrently
 from pd_rig.home import why_missing
 from pd_rig.model import echo
-from pd_rig.traffic import attack, secret
+from pd_rig.traffic import attack, same_room, secret
 
 pytestmark = pytest.mark.engine
 
@@ -91,9 +91,52 @@ def test_observe_mode_counts_and_changes_nothing(clusters, version):
 
 
 @pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
-def test_with_the_admission_guard_disabled_the_leak_is_back(clusters, version):
-    cluster = unguarded(clusters, version, guard=["--pd-guard-disable", "admission"])
+def test_with_admission_and_receipt_disabled_the_leak_is_back(clusters, version):
+    cluster = unguarded(clusters, version, guard=["--pd-guard-disable", "admission,receipt"])
     assert attack(cluster, 50, timeout=10, stop_at_leak=True).leaks
     prompts = [secret(500, random.Random(i)) for i in range(8)]
     replies = run_concurrently([lambda p=p: cluster.complete(p, 8) for p in prompts], 4)
     assert [r.text for r in replies] == [echo(p, 8) for p in prompts]
+
+
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+def test_two_requests_in_one_room_get_each_others_text(clusters, version):
+    """The newest release: two live requests with one bootstrap room and equally long prompts."""
+    outcomes = list(same_room(unguarded(clusters, version), 6))
+    assert any(outcome.leaks for outcome in outcomes)
+    assert any(reply.status is None for outcome in outcomes for reply in outcome.decode)
+
+
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+def test_several_samples_hang_on_decode(clusters, version):
+    cluster = unguarded(clusters, version)
+    _, decode = cluster.pair(secret(300, random.Random(1)), 8, extra={"sampling_params": {"n": 2}}, timeout=6)
+    assert decode.status is None, decode
+
+
+@pytest.mark.parametrize("version", ["0.5.22"], indirect=True)
+def test_a_transfer_one_page_short_is_answered_all_the_same(clusters, version):
+    cluster = unguarded(clusters, version, env={"PD_RIG_FAULT": "short_transfer"})
+    prompt = secret(600, random.Random(2))
+    (cluster.fault_dir / "short_transfer").write_text("on")
+    _, decode = cluster.pair(prompt, 256)
+    (cluster.fault_dir / "short_transfer").unlink()
+    assert decode.status == 200
+    assert decode.text != echo(prompt, 256)
+    # What was read from pages that did arrive is right.
+    assert decode.text[:200] == echo(prompt, 200)
+
+
+@pytest.mark.parametrize("version", ["0.5.18"], indirect=True)
+def test_late_messages_keep_a_retired_room_for_ever(clusters, version):
+    """With the room guard disabled: SGLang remembers the room, and the audit says so."""
+    cluster = unguarded(
+        clusters, version, guard=["--pd-guard-disable", "room"], env={"PD_RIG_FAULT": "late_status"}
+    )
+    (cluster.fault_dir / "late_status").write_text("on")
+    for i in range(3):
+        cluster.pair(secret(300, random.Random(i)), 8)
+    (cluster.fault_dir / "late_status").unlink()
+    cluster.wait_idle()
+    time.sleep(4)
+    assert 'owned_when_idle{kind="rooms",role="decode"} 3.0' in cluster.decode.metrics()

@@ -23,7 +23,8 @@ VARIANTS = [
     ("0.5.22", {"entry": ("-c", "from sglang.cli.main import main; main()", "serve")}),
     (
         "0.5.23",
-        {"guard": False, "env": {"SGLANG_PLUGINS": None, "SGLANG_PD_GUARD": "1", "SGLANG_PD_GUARD_PEER": "require"}},
+        {"guard": False, "env": {"SGLANG_PLUGINS": None, "SGLANG_PD_GUARD": "1", "SGLANG_PD_GUARD_PEER": "require",
+                                "SGLANG_PD_GUARD_ALLOW_CAPACITY_MISMATCH": "1"}},
     ),
 ]
 NAMES = [
@@ -80,11 +81,11 @@ def test_two_prefills(clusters, version):
     cluster.wait_idle()
 
 
-@pytest.mark.parametrize(("version", "side"), [("0.5.19", "prefill"), ("0.5.23", "decode")], indirect=["version"])
+@pytest.mark.parametrize(("version", "side"), [("0.5.19", "prefill"), ("0.5.19", "decode"), ("0.5.23", "prefill"), ("0.5.23", "decode")], indirect=["version"])
 def test_an_unguarded_peer(clusters, version, side):
     """require (the default) refuses it and says what to do; prefer serves it, and rejects still reach it."""
     unguarded_env = {"SGLANG_PLUGINS": "pd_rig_fault"}
-    flags = ["--enable-pd-guard"]
+    flags = ["--enable-pd-guard", "--pd-guard-allow-capacity-mismatch"]
     guarded_side = "decode" if side == "prefill" else "prefill"
 
     def cluster_with(peer):

@@ -29,13 +29,13 @@ def test_defaults_are_the_strict_ones():
 def test_every_flag():
     got = parse(
         "--enable-pd-guard", "--pd-guard-mode", "observe", "--pd-guard-peer", "prefer",
-        "--pd-guard-disable", " admission ,", "--pd-guard-allow-unverified",
+        "--pd-guard-disable", " admission ,", "--pd-guard-allow-unverified", "--pd-guard-allow-capacity-mismatch",
     )  # fmt: skip
-    assert got == Settings("observe", "prefer", frozenset({"admission"}), True)
+    assert got == Settings("observe", "prefer", frozenset({"admission"}), True, True)
 
 
 def test_environment_round_trip():
-    settings = Settings("observe", "prefer", frozenset(GUARDS), True)
+    settings = Settings("observe", "prefer", frozenset(GUARDS), True, True)
     assert Settings.from_env(settings.to_env()) == settings
     assert Settings.from_env(Settings().to_env()) == Settings()
 
@@ -55,7 +55,7 @@ def test_a_guard_flag_alone_is_refused():
     [
         (lambda: Settings(mode="maybe"), "mode must be one of enforce, observe"),
         (lambda: Settings(peer="never"), "peer must be one of require, prefer"),
-        (lambda: Settings(disable=frozenset({"admision"})), "unknown guard admision; the guards are: admission"),
+        (lambda: Settings(disable=frozenset({"admision"})), "unknown guard admision; the guards are: admission, receipt, room, capacity, audit"),
         (lambda: Settings.from_env({"SGLANG_PD_GUARD": "perhaps"}), "SGLANG_PD_GUARD must be 1 or 0"),
     ],
 )

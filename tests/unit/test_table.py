@@ -58,7 +58,8 @@ def test_ranges_and_signatures():
 
 
 def test_disabling_leaves_the_core():
-    names = {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset({"admission"}))}
+    names = {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset(GUARDS))}
     assert names == {"core"}
+    assert "receipt" not in {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset({"receipt"}))}
     prefill = {s.hook for s in table.seams("0.5.23", "scheduler", "prefill")}
     assert "admission:prefill_door" in prefill and "admission:decode_door" not in prefill

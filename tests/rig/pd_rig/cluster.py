@@ -34,6 +34,9 @@ __all__ = ["Cluster", "NodeHandle", "Reply", "RigError", "run_concurrently"]
 HOST = "127.0.0.1"
 GUARD_FLAG = "--enable-pd-guard"
 
+#: The rig's prefill is smaller than its decode on purpose.
+ALLOW_MISMATCH = "--pd-guard-allow-capacity-mismatch"
+
 #: SGLang refuses prompts from so many tokens below the pool's size on.
 RESERVED_TOKENS = 6
 
@@ -83,7 +86,7 @@ class Cluster:
     """A cluster, as a context manager (or ``start`` and ``stop``).
 
     ``guard``: False keeps the product out altogether, True starts every node with ``--enable-pd-guard``, a list of
-    flags adds these to it. ``prefill_args``, ``decode_args`` and ``common_args`` are further server flags; ``env``,
+    flags adds these to it; ``allow_mismatch`` lets it serve a decode that is larger than prefill. ``prefill_args``, ``decode_args`` and ``common_args`` are further server flags; ``env``,
     ``prefill_env`` and ``decode_env`` further environment, where None removes a variable. ``warm_up`` False leaves out
     the generation that otherwise proves each pair before the first test request. Logs go to ``log_dir`` or a
     temporary folder, which is kept.
@@ -94,6 +97,7 @@ class Cluster:
         version: str,
         *,
         guard: bool | Sequence[str] = False,
+        allow_mismatch: bool = True,
         prefill_tokens: int = 4096,
         decode_tokens: int = 8192,
         page_size: int = 64,
@@ -121,7 +125,9 @@ class Cluster:
         self.router_url: str | None = None
         self.start_seconds: float | None = None
         self.fault_dir: Path
-        self._guard_flags = [GUARD_FLAG, *([] if guard is True else guard)] if guard is not False else []
+        self._guard_flags = [] if guard is False else [GUARD_FLAG, *([] if guard is True else guard)]
+        if self._guard_flags and allow_mismatch:
+            self._guard_flags.append(ALLOW_MISMATCH)
         self._tokens = {"prefill": prefill_tokens, "decode": decode_tokens}
         self._prefill_count = prefills
         self._with_router = router
@@ -400,8 +406,9 @@ class Cluster:
             }
         return tuple(replies[role].result() if role in replies else None for role in bodies)
 
-    def complete(self, prompt: str, n: int = 40, timeout: float = 30, **extra: Any) -> Reply:
-        """One greedy request to ``/v1/completions`` through the router; ``extra`` goes into the body."""
+    def complete(self, prompt: str, n: int = 40, timeout: float = 30, samples: int = 1, **extra: Any) -> Reply:
+        """One greedy request for ``n`` tokens to ``/v1/completions`` through the router; ``extra`` goes into the body."""
+        extra |= {"n": samples} if samples > 1 else {}
         return self._openai("completions", {"prompt": prompt}, n, timeout, extra)
 
     def chat(self, content: str, n: int = 40, timeout: float = 30, **extra: Any) -> Reply:

@@ -58,6 +58,105 @@ def slow_write() -> None:
 
 
 @fault
+def short_transfer() -> None:
+    """Let prefill promise and transfer one page less than the prompt has. Control file: any word."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def init(original, sender, num_kv_indices, *args, **kwargs):
+        return original(sender, num_kv_indices - bool(control("short_transfer")), *args, **kwargs)
+
+    def send(original, sender, kv_indices, *args, **kwargs):
+        return original(sender, kv_indices[: sender.num_kv_indices - sender.curr_idx], *args, **kwargs)
+
+    conn = "sglang.srt.disaggregation."
+    HookRegistry.register(conn + "common.conn.CommonKVSender.init", init, HookType.AROUND)
+    HookRegistry.register(conn + "mooncake.conn.MooncakeKVSender.send", send, HookType.AROUND)
+
+
+@fault
+def receipt_row() -> None:
+    """Spoil words 1 to 7 of the metadata row just before it is transferred.
+
+    Control file: ``stale`` (those of the request before), ``damage`` (one bit of the token count) or ``wipe`` (zeros).
+    """
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    known: dict = {}
+
+    def set_buf(result, buffers, req):
+        known["rows"] = buffers.bootstrap_room
+
+    def add_transfer_request(original, manager, room, kv_indices, index_slice, is_last_chunk, *args, **kwargs):
+        if is_last_chunk and "rows" in known:
+            row = known["rows"][kwargs.get("aux_index", args[0] if args else None)]
+            words = row.tolist()
+            word = (control("receipt_row") or [""])[0]
+            if word == "stale":
+                words[1:] = known["former"]
+            elif word == "damage":
+                words[2] ^= 1
+            elif word == "wipe":
+                words[1:] = [0] * 7
+            known["former"] = words[1:]
+            row.copy_(torch.tensor(words, dtype=torch.int64).to(row.dtype))
+        return original(manager, room, kv_indices, index_slice, is_last_chunk, *args, **kwargs)
+
+    srt = "sglang.srt.disaggregation."
+    HookRegistry.register(srt + "utils.MetadataBuffers.set_buf", set_buf, HookType.AFTER)
+    HookRegistry.register(
+        srt + "mooncake.conn.MooncakeKVManager.add_transfer_request", add_transfer_request, HookType.AROUND
+    )
+
+
+@fault
+def late_status() -> None:
+    """Send decode a success of each room whose transfer it has just cleared. Control file: any word."""
+    import zmq
+    from sglang.srt.disaggregation.base.conn import KVPoll
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    sockets: dict = {}
+
+    def clear(result, receiver):
+        if control("late_status"):
+            manager = receiver.kv_mgr
+            if not sockets:
+                sockets[0] = zmq.Context.instance().socket(zmq.PUSH)
+                sockets[0].connect(f"tcp://{manager.local_ip}:{manager.rank_port}")
+            words = (receiver.bootstrap_room, int(KVPoll.Success), 0)
+            sockets[0].send_multipart([str(word).encode() for word in words])
+            logger.warning("late_status: sent")
+
+    HookRegistry.register(
+        "sglang.srt.disaggregation.common.conn.CommonKVReceiver.clear", clear, HookType.AFTER
+    )
+
+
+@fault
+def lost_slot() -> None:
+    """Lose one metadata slot for each word in the control file, at the next request."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    lost: list = []
+
+    def alloc(original, slots):
+        while len(lost) < len(control("lost_slot") or ()):
+            lost.append(original(slots))
+        return original(slots)
+
+    def free(original, slots, index):
+        if control("lost_slot") is None:
+            while lost:
+                original(slots, lost.pop())
+        return original(slots, index)
+
+    target = "sglang.srt.disaggregation.utils.ReqToMetadataIdxAllocator."
+    HookRegistry.register(target + "alloc", alloc, HookType.AROUND)
+    HookRegistry.register(target + "free", free, HookType.AROUND)
+
+
+@fault
 def guard_raises() -> None:
     """Make the guard itself fail on requests whose rid begins with ``fault-``. Control file: any word."""
     import sglang_pd_guard.bindings.admission as admission

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import string
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
@@ -96,3 +97,30 @@ def healthy(
         for prompt, reply in zip(prompts, replies, strict=True)
         if reply.status != 200 or reply.text != echo(prompt, n)
     ]
+
+
+@dataclass
+class SameRoom:
+    """Two requests of equally long prompts that were sent at once with one bootstrap room.
+
+    Args:
+        prefill, decode: each node's replies, in the order of the prompts.
+        leaks: runs of the other prompt in an answer.
+    """
+
+    prompts: list[str]
+    prefill: list[Reply]
+    decode: list[Reply]
+    leaks: list[str]
+
+
+def same_room(cluster: Cluster, tries: int, *, seed: int = 3, timeout: float = 8) -> Iterator[SameRoom]:
+    """Pairs of such requests, one pair after the other, to the nodes' native API (the router chooses rooms itself)."""
+    rng = random.Random(seed)
+    for _ in range(tries):
+        room = rng.getrandbits(62)
+        prompts = [secret(600, rng) for _ in range(2)]
+        replies = run_concurrently([lambda p=p: cluster.pair(p, 40, room=room, timeout=timeout) for p in prompts])
+        prefill, decode = zip(*replies, strict=True)
+        runs = [shared_run(reply.text or "", other) for reply, other in zip(decode, reversed(prompts), strict=True)]
+        yield SameRoom(prompts, list(prefill), list(decode), [run for run in runs if len(run) >= LEAK])

@@ -1,0 +1,163 @@
+"""Seams of the receipt guard: prefill writes it, decode compares it before the request can enter a batch."""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+from sglang_pd_guard.bindings import node as nodes
+from sglang_pd_guard.bindings.admission import guarded_room
+from sglang_pd_guard.bindings.node import FAULT, Node
+from sglang_pd_guard.guards.admission import Verdict
+from sglang_pd_guard.guards.receipt import SLOTS, Mismatch, Receipt, digest, verify
+
+#: SGLang waits without end for a row that has not landed although the transfer has; prefill writes it first.
+_ROW_WITHIN_S = 1.0
+
+
+# --- prefill ------------------------------------------------------------------------------------------------------
+
+
+def pop_decode_prefix_len(result: int, sender) -> None:
+    sender._pd_guard_prefix = result
+
+
+def set_buf(result, buffers, req) -> None:
+    import torch
+
+    node = nodes.current()
+    row = buffers.bootstrap_room[req.metadata_buffer_index]
+    words = [0] * (SLOTS - 1)
+    if guarded_room(req) is not None:
+        with node.shield("set_buf", req):  # without a receipt, decode refuses
+            sender = req.disagg_kv_sender
+            receipt = Receipt(
+                tokens=len(req.origin_input_ids),
+                # SGLang sends this row with the chunk that completes this number, and with no other.
+                pages=sender.num_kv_indices,
+                prefix=getattr(sender, "_pd_guard_prefix", 0),
+                prompt=digest(_prompt(req)),
+                nonce=node.admissions.nonce(req.bootstrap_room),
+            )
+            words = receipt.words(req.bootstrap_room)
+    row[1:].copy_(torch.tensor(words, dtype=torch.int64).to(row.dtype))
+
+
+def _prompt(req):
+    """The token ids that both nodes know alike: those that stand for images are hashes of each node's own features."""
+    return req.origin_input_ids if req.multimodal_inputs is None else req.origin_input_ids_unpadded
+
+
+# --- decode -------------------------------------------------------------------------------------------------------
+
+
+def watch(receiver) -> None:
+    """Remembers what this receiver publishes: the pages it reserved, and the prefix it holds already.
+
+    On the instance, since each transfer backend has a method of its own; a weak reference, since a cycle would keep
+    the receiver alive.
+    """
+    send_metadata, this = type(receiver).send_metadata, weakref.ref(receiver)
+
+    def publish(kv_indices, *args, **kwargs):
+        receiver = this()
+        receiver._pd_guard_published = len(kv_indices), int(kwargs.get("decode_prefix_len") or 0)
+        return send_metadata(receiver, kv_indices, *args, **kwargs)
+
+    receiver.send_metadata = publish
+
+
+def metadata_gate(original, polls, decode_reqs, metadata_buffers, *args, **kwargs):
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    landed = [i for i, poll in enumerate(polls) if poll == int(KVPoll.Success)]
+    original(polls, decode_reqs, metadata_buffers, *args, **kwargs)
+    for i in landed:
+        if _refused(decode_reqs[i], metadata_buffers):
+            polls[i] = int(KVPoll.Failed)
+
+
+def pop_transferred(original, queue, *args, **kwargs):
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    entries = list(queue.queue)
+    for entry in entries:
+        if entry.kv_receiver.poll() == KVPoll.Success and _refused(entry, queue.metadata_buffers):
+            entry.kv_receiver.conclude_state = KVPoll.Failed
+    result = original(queue, *args, **kwargs)
+    kept = {id(entry) for entry in queue.queue}
+    for entry in entries:
+        if id(entry) not in kept:
+            queue.metadata_buffers.bootstrap_room[entry.metadata_buffer_index] = 0
+    return result
+
+
+def _refused(entry, buffers) -> bool:
+    """Whether the transfer to this decode request has ended and is not believed. Says so once, and why."""
+    node, req = nodes.current(), entry.req
+    if guarded_room(req) is None or getattr(req, "_pd_guard_receipt", None) is entry.kv_receiver:
+        return False
+    mismatch = None
+    with node.shield("receipt", req) as fault:
+        mismatch = _mismatch(entry, buffers)
+        if mismatch is None:
+            return False
+        if mismatch.rule == "absent" and _peer_may_be_silent(node, entry.kv_receiver):
+            node.telemetry.unguarded_peer("served", req.bootstrap_room, entry.kv_receiver.bootstrap_addr)
+            mismatch = None
+    verdict = FAULT if fault[0] else mismatch and _verdict(mismatch)
+    with node.shield("receipt", req):
+        if mismatch is not None:
+            numbers = f" expected={mismatch.expected} found={mismatch.found}"
+            enforcing = node.settings.enforcing
+            node.telemetry.refused(
+                "receipt", mismatch.rule, req.rid, req.bootstrap_room, verdict.status, enforcing, numbers
+            )
+        if verdict is not None and node.settings.enforcing:
+            req._pd_guard_verdict = verdict
+            node.manager.record_failure(req.bootstrap_room, verdict.message)
+            return True
+    req._pd_guard_receipt = entry.kv_receiver  # judged
+    return fault[0] and node.settings.enforcing
+
+
+def _mismatch(entry, buffers) -> Mismatch | None:
+    """None also where the row has yet to land: SGLang goes on waiting then."""
+    req, receiver = entry.req, entry.kv_receiver
+    published = getattr(receiver, "_pd_guard_published", None)
+    if published is None and not hasattr(receiver, "bootstrap_infos"):
+        return None  # a fake transfer, configured for the whole node
+    row = buffers.bootstrap_room[entry.metadata_buffer_index].tolist()
+    if row[0] == 0:
+        since = receiver.__dict__.setdefault("_pd_guard_landed", time.monotonic())
+        return Mismatch("absent", req.bootstrap_room, 0) if time.monotonic() - since > _ROW_WITHIN_S else None
+    mismatch = verify(row, req.bootstrap_room, _expected(req, receiver, published))
+    if mismatch is None:
+        req._pd_guard_receipt = receiver  # judged
+    return mismatch
+
+
+def _expected(req, receiver, published: tuple[int, int]) -> Receipt:
+    pages, prefix = published
+    scheduler = nodes.current().scheduler
+    prompt = _prompt(req)
+    tokens = len(req.origin_input_ids)
+    if getattr(req, "pd_rebootstrap_in_progress", False):  # prefill computes what was generated so far as well
+        prompt = [*prompt, *req.output_ids]
+        tokens += len(req.output_ids)
+    if getattr(scheduler, "enable_hisparse", False):  # pages of another size than prefill's
+        pages = None
+    return Receipt(tokens, pages, prefix, digest(prompt), receiver._pd_guard_nonce)
+
+
+def _peer_may_be_silent(node: Node, receiver) -> bool:
+    """Whether this prefill is known to write no receipts, and is served all the same."""
+    return node.settings.peer == "prefer" and not getattr(receiver, "_pd_guard_receipts", True)
+
+
+def _verdict(mismatch: Mismatch) -> Verdict:
+    return Verdict(
+        500,
+        "Refused by the PD guard: the KV cache that prefill transferred is not this request's "
+        f"(rule {mismatch.rule}). Nothing was generated. Please retry; if it recurs, report both nodes' server logs.",
+    )

@@ -1,0 +1,40 @@
+"""Room: one bootstrap room, one request.
+
+SGLang keys everything it knows of a transfer by the room's number, which clients choose. Two live requests in one
+room get each other's KV, or wait for ever.
+
+Pure: nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+from sglang_pd_guard.guards.admission import Verdict
+
+
+def in_use(room: int) -> Verdict:
+    """Said to a request whose room belongs to another request that has not ended on this node."""
+    return Verdict(
+        400,
+        f"Bootstrap room {room} is in use by another request. Send this one again with a room of its own: "
+        "a random 63-bit number, as the PD router chooses.",
+        "BadRequestError",
+    )
+
+
+def several_samples(n: int) -> Verdict:
+    """Said to a request for more than one sample: SGLang runs them all in the one room that the request has."""
+    return Verdict(
+        400,
+        f"n={n} is not supported with prefill/decode disaggregation. Send {n} requests with n=1.",
+        "BadRequestError",
+    )
+
+
+def status_message_room(frames: list[bytes]) -> int | None:
+    """The room of one of SGLang's transfer status messages to decode (``[room, status, rank, ...]``), else None.
+
+    NIXL and Mori put a tag of their own in front; SGLang's other messages have a word where the room is.
+    """
+    if len(frames) in (3, 4) and all(frame.isdigit() for frame in frames[:3]):
+        return int(frames[0])
+    return None
