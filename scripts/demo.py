@@ -22,7 +22,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from pd_rig.client import Reply
+from pd_rig.client import Reply, run_concurrently
 from pd_rig.cluster import Cluster, RigError
 from pd_rig.model import echo
 from pd_rig.traffic import shared_run
@@ -46,6 +46,9 @@ STARVE_DECODE_TOKENS = 14336
 LEGITIMATE = 2500
 ATTACKER_PATIENCE, LEGITIMATE_PATIENCE = 6, 8  # seconds
 
+# The room. Two clients at once, one bootstrap room, prompts of one length: each node keeps one of them by chance.
+ROOM_LENGTH, ROOM_TRIES, ROOM_PATIENCE = 600, 6, 6
+
 REFUSED_WITHIN = {VULNERABLE: 2, NEWEST: 1}  # seconds, under the guard
 
 INTRO = """\
@@ -60,6 +63,10 @@ LEAK_REASON = """\
 Why: decode reserved pages for the whole prompt. Prefill rejected it, computed a stub of one token
 instead, and transferred one page. Decode read all it had reserved, and the other pages still held the
 victim's KV."""
+
+ROOM_REASON = """\
+Why: SGLang knows a transfer by its room's number alone, which clients choose. One client's KV went to the
+other's pages, and nothing compares what was transferred with what was reserved."""
 
 STARVE_REASON = """\
 Why: prefill refused, but nobody told decode, which waits for KV pages that will never come."""
@@ -281,6 +288,7 @@ def starve(guard: bool, logs: Path) -> None:
     """A request that prefill rejects; then three more at once, and a legitimate one behind them."""
     with scenario(NEWEST, guard, STARVE_DECODE_TOKENS, logs) as (cluster, cells):
         honest(cluster, "Legitimate client", LEGITIMATE)
+        one_room(cluster, guard)
         reply = attack(cluster, ASKED, ATTACKER_PATIENCE, ("HTTP 400", "HTTP 400" if guard else "no answer"))
         if guard:
             expect_refused(cluster, reply)
@@ -315,6 +323,39 @@ def starve(guard: bool, logs: Path) -> None:
         _, legitimate = honest(cluster, who, LEGITIMATE, LEGITIMATE_PATIENCE, served=guard)
         expect_equal("answers to the three", expected[0], len(replies))
         cells += [outcome(reply), legitimate]
+
+
+def one_room(cluster: Cluster, guard: bool) -> None:
+    """Two clients at once in one bootstrap room, until one has got the other's answer."""
+    stolen = 0
+    cells: list[str] = []
+    for _ in range(ROOM_TRIES):
+        prompts, room = [confidential(ROOM_LENGTH) for _ in range(2)], random.getrandbits(62)
+        with progress("Two clients in one bootstrap room"):
+            replies = run_concurrently(
+                [lambda p=p, r=room: cluster.pair(p, ASKED, room=r, timeout=ROOM_PATIENCE)[1] for p in prompts]
+            )
+        rights = [echo(prompt, ASKED) for prompt in prompts]
+        cells = [outcome(reply, right) for reply, right in zip(replies, rights, strict=True)]
+        for reply, right, other in zip(replies, rights, reversed(rights), strict=True):
+            if reply.text == other:
+                stolen += 1
+                cells[replies.index(reply)] = f"HTTP {reply.status}, the other's answer"
+            elif guard:
+                fine = reply.text == right if reply.status == 200 else reply.status in (400, 500)
+                expect(fine and reply.seconds <= 2, "the exact answer, or a refusal within 2 s", outcome(reply, right))
+        if stolen:
+            break
+    say(f"  Two clients at once in one bootstrap room: {cells[0]}; {cells[1]}.")
+    for reply in replies:
+        if reply.error and reply.status:
+            say(f"    {reply.error}")
+    expect(bool(stolen) != guard, "no answer of another client" if guard else "an answer of the other client", stolen)
+    if stolen:
+        explain(ROOM_REASON)
+    rows.append((NEWEST, "on" if guard else "off", "one room for two: " + cells[0], cells[1], ""))
+    with progress("Waiting until both nodes are idle again"):
+        cluster.wait_idle(60)
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows what the guard is for on real SGLang servers, without and with it; four to five minutes on two cores.
+# Shows what the guard is for on real SGLang servers, without and with it; about five minutes on two cores.
 #
 #   scripts/demo.sh
 #

@@ -18,7 +18,7 @@ def on(clusters, version, **options):
     return clusters(version, **({"guard": True} | options))
 
 
-@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.23"], indirect=True)
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 def test_a_decode_that_admits_more_than_prefill_holds_is_not_served(clusters, version):
     cluster = on(clusters, version, allow_mismatch=False, warm_up=False)
     for _ in range(2):
@@ -38,11 +38,10 @@ def test_a_decode_that_admits_more_than_prefill_holds_is_not_served(clusters, ve
 @pytest.mark.parametrize(
     "options",
     [
-        {"allow_mismatch": True},
         {"allow_mismatch": False, "guard": ["--pd-guard-mode", "observe"]},
         {"allow_mismatch": False, "prefill_tokens": 8192},
     ],
-    ids=["allowed", "observed", "equal-pools"],
+    ids=["observed", "equal-pools"],
 )
 def test_it_is_served_where_that_is_allowed_or_fits(clusters, version, options):
     cluster = on(clusters, version, **options)
@@ -54,12 +53,11 @@ def test_it_is_served_where_that_is_allowed_or_fits(clusters, version, options):
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
-@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_truncation_does_not_hang(clusters, version, side):
     """On one side alone it is a finding; where it is allowed all the same, nobody waits."""
     flag = ["--allow-auto-truncate"]
-    args = {"common_args": flag} if side == "both" else {f"{side}_args": flag}
-    cluster = on(clusters, version, **args)
+    cluster = on(clusters, version, **{f"{side}_args": flag})
     for size in (5000, 9000):
         for reply in cluster.pair(secret(size, random.Random(size)), 8, timeout=20):
             assert reply.status in (400, 500), reply
@@ -69,7 +67,7 @@ def test_truncation_does_not_hang(clusters, version, side):
     _, decode = cluster.pair(prompt, 8)
     assert decode.text == echo(prompt, 8)
     cluster.wait_idle()
-    assert ("rule=auto-truncate action=served" in cluster.prefills[0].log_text()) == (side != "both")
+    assert "rule=auto-truncate action=served" in cluster.prefills[0].log_text()
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)

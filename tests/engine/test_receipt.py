@@ -11,6 +11,7 @@ from pd_rig.traffic import SOON, attack, healthy, same_room, secret
 
 pytestmark = pytest.mark.engine
 
+FAULTS = {"PD_RIG_FAULT": "short_transfer,receipt_row"}
 ALONE = ["--pd-guard-disable", "admission,room,capacity,audit"]
 REFUSED = "Refused by the PD guard: the KV cache that prefill transferred is not this request's (rule {})."
 ABORT = "Nothing was generated. Please retry"
@@ -19,7 +20,7 @@ ABORT = "Nothing was generated. Please retry"
 def on(clusters, version, **options):
     if reason := why_missing(version):
         pytest.skip(reason)
-    return clusters(version, **({"guard": ALONE} | options))
+    return clusters(version, **({"guard": ALONE, "env": FAULTS} | options))
 
 
 def refused(reply, rule: str) -> None:
@@ -28,9 +29,9 @@ def refused(reply, rule: str) -> None:
     assert reply.seconds < SOON
 
 
-def exact(cluster, length: int, rng, n: int = 24) -> None:
+def exact(cluster, length: int, rng, n: int = 24, **kwargs) -> None:
     prompt = secret(length, rng)
-    _, decode = cluster.pair(prompt, n)
+    _, decode = cluster.pair(prompt, n, **kwargs)
     assert (decode.status, decode.text) == (200, echo(prompt, n)), decode
 
 
@@ -38,15 +39,14 @@ def lines(node) -> list[str]:
     return [line for line in node.log_text().splitlines() if "pd-guard refused guard=receipt" in line]
 
 
-@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.15.post1", "0.5.18", "0.5.19"], indirect=True)
+@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.19"], indirect=True)
 def test_the_incident(clusters, version):
     """Prefill sends a stub of one token and says so; decode had reserved pages for thousands."""
     cluster = on(clusters, version)
-    campaign = attack(cluster, 15, timeout=10)
+    # Decode keeps 512 tokens free beside a prompt, or never runs it.
+    campaign = attack(cluster, 15, timeout=10, largest=cluster.decode_limit - 600)
     assert (campaign.leaks, campaign.wrong) == ([], [])
     for reply in campaign.refusals:
-        if "can never be scheduled" in (reply.error or ""):
-            continue
         refused(reply, "tokens")
     cluster.wait_idle()
     assert f'{{guard="receipt",role="decode",rule="tokens"}} {len(campaign.refusals)}.0' in cluster.decode.metrics()
@@ -70,30 +70,31 @@ def test_two_requests_in_one_room(clusters, version):
     exact(cluster, 700, random.Random(1))
 
 
-@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.20", "0.5.22"], indirect=True)
+@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.23"], indirect=True)
 def test_what_was_transferred_is_not_what_was_reserved(clusters, version):
     """A page less than promised, the receipt of the slot's former user, a damaged one and none at all."""
-    cluster = on(clusters, version, env={"PD_RIG_FAULT": "short_transfer,receipt_row"})
+    cluster = on(clusters, version)
     rng = random.Random(2)
-    exact(cluster, 600, rng)
     for name, word, rule in [
         ("short_transfer", "on", "pages"),
-        ("receipt_row", "stale", "prompt"),
+        ("receipt_row", "stale", "prompt"),  # of the same room; the check word covers the room as well
         ("receipt_row", "damage", "damaged"),
         ("receipt_row", "wipe", "absent"),
     ]:
+        exact(cluster, 600, rng, room=99)
+        cluster.wait_idle()
         (cluster.fault_dir / name).write_text(word)
-        _, decode = cluster.pair(secret(600, rng), 256)
+        _, decode = cluster.pair(secret(600, rng), 256, room=99)
         (cluster.fault_dir / name).unlink()
         refused(decode, rule)
         cluster.wait_idle()
-        exact(cluster, 600, rng)
+    exact(cluster, 600, rng)
     assert re.search(r"rule=pages .* expected=10 found=9$", "\n".join(lines(cluster.decode)), re.M)
 
 
-@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.22"], indirect=True)
+@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.23"], indirect=True)
 def test_a_stale_receipt_of_the_same_prompt_is_refused_by_its_nonce(clusters, version):
-    cluster = on(clusters, version, env={"PD_RIG_FAULT": "short_transfer,receipt_row"})
+    cluster = on(clusters, version)
     prompt, room = secret(600, random.Random(3)), 4711
     for _ in range(2):
         _, decode = cluster.pair(prompt, 8, room=room)
@@ -128,12 +129,10 @@ def test_a_peer_that_writes_no_receipt(clusters, version):
 
 UNTOUCHED = {
     "page-1": ("0.5.19", {"page_size": 1}),
-    "page-16": ("0.5.23", {"page_size": 16}),
-    "decode-radix-cache": (
+    "page-16-decode-radix-cache": (
         "0.5.23",
         {"page_size": 16, "decode_args": ["--disaggregation-decode-enable-radix-cache"]},
     ),
-    "chunks": ("0.5.12.post1", {"common_args": ["--chunked-prefill-size", "256"]}),
 }
 
 
@@ -166,7 +165,7 @@ def test_untouched(clusters, version, options):
         assert "idle node owns" not in node.log_text()
 
 
-@pytest.mark.parametrize("version", ["0.5.19", "0.5.23"], indirect=True)
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 def test_retraction_and_resume_on_decode(clusters, version):
     cluster = on(
         clusters, version, guard=True, decode_tokens=2048, decode_args=["--num-reserved-decode-tokens", "64"]

@@ -61,7 +61,7 @@ def test_a_live_room_is_refused_and_its_owner_served(cluster, node):
     first = threading.Thread(target=ask, args=(node,))
     first.start()
     time.sleep(1)
-    second = [r for r in cluster.pair(secret(500, random.Random(2)), 8, room=room, which=node) if r][0]
+    second = next(r for r in cluster.pair(secret(500, random.Random(2)), 8, room=room, which=node) if r)
     assert (second.status, second.text) == (400, None)
     assert f"Bootstrap room {room} is in use by another request" in second.error
     assert second.seconds < SOON

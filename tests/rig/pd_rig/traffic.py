@@ -48,12 +48,21 @@ class Campaign:
 
 
 def attack(
-    cluster: Cluster, attacks: int, *, seed: int = 0, timeout: float = 30, stop_at_leak: bool = False
+    cluster: Cluster,
+    attacks: int,
+    *,
+    seed: int = 0,
+    timeout: float = 30,
+    stop_at_leak: bool = False,
+    largest: int | None = None,
 ) -> Campaign:
-    """Victims and attackers by turns, through the router; attacks are of random sizes above the prefill's pool."""
+    """Victims and attackers by turns, through the router; attacks are of random sizes above the prefill's pool.
+
+    ``largest`` is the longest attack; by default the longest prompt that decode's intake accepts, which it may never run.
+    """
     rng = random.Random(seed)
     limit = cluster.prefill_limit
-    ceiling = cluster.decode_limit - 64
+    ceiling = largest or cluster.decode_limit - 64
     campaign = Campaign()
     victims: list[str] = []
     for _ in range(attacks):
@@ -120,7 +129,7 @@ def same_room(cluster: Cluster, tries: int, *, seed: int = 3, timeout: float = 8
     for _ in range(tries):
         room = rng.getrandbits(62)
         prompts = [secret(600, rng) for _ in range(2)]
-        replies = run_concurrently([lambda p=p: cluster.pair(p, 40, room=room, timeout=timeout) for p in prompts])
+        replies = run_concurrently([lambda p=p, room=room: cluster.pair(p, 40, room=room, timeout=timeout) for p in prompts])
         prefill, decode = zip(*replies, strict=True)
         runs = [shared_run(reply.text or "", other) for reply, other in zip(decode, reversed(prompts), strict=True)]
         yield SameRoom(prompts, list(prefill), list(decode), [run for run in runs if len(run) >= LEAK])

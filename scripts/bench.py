@@ -1,0 +1,129 @@
+"""What the guard costs: a guarded and an unguarded pair of the same SGLang, measured by turns in one run.
+
+    scripts/bench.sh [--version V] [--rounds N]
+
+Both clusters are up all the time; the one that is not measured is stopped (SIGSTOP), so it takes no processor. Each
+round measures unguarded, guarded, guarded, unguarded. Printed are the ratios guarded/unguarded of each round's medians:
+their median and their spread, and beside it the same for the two unguarded measurements of a round, which is what
+chance does on this machine. On the CPU rig a model of one layer computes next to nothing, so the guard's share is larger than
+on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import requests
+from pd_rig.client import run_concurrently
+from pd_rig.cluster import Cluster, RigError
+from pd_rig.model import echo
+from pd_rig.traffic import secret
+
+PROMPT, ANSWER = 1000, 64  # tokens of each request
+STREAMS, BURST, AT_ONCE = 12, 48, 16  # streamed one by one for TTFT and ITL; a burst for throughput
+
+
+def stream(cluster: Cluster, prompt: str) -> tuple[float, float]:
+    """One streamed request through the router: TTFT and the mean ITL, in seconds. Checks the answer."""
+    body = {"model": "echo", "prompt": prompt, "temperature": 0, "max_tokens": ANSWER, "ignore_eos": True, "stream": True}
+    begin = time.perf_counter()
+    text, first, last = "", None, begin
+    with requests.Session() as session:
+        session.trust_env = False
+        response = session.post(f"{cluster.router_url}/v1/completions", json=body, stream=True, timeout=60)
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+                last = time.perf_counter()
+                first = first or last
+    if text != echo(prompt, ANSWER):
+        raise RigError(f"a wrong answer while measuring: HTTP {response.status_code}")
+    return first - begin, (last - first) / (ANSWER - 1)
+
+
+def measure(cluster: Cluster, rng: random.Random) -> dict[str, float]:
+    """The medians of one turn; throughput in requests per second."""
+    pairs = [stream(cluster, secret(PROMPT, rng)) for _ in range(STREAMS)]
+    prompts = [secret(PROMPT, rng) for _ in range(BURST)]
+    begin = time.perf_counter()
+    replies = run_concurrently([lambda p=p: cluster.complete(p, ANSWER, timeout=120) for p in prompts], AT_ONCE)
+    seconds = time.perf_counter() - begin
+    if [reply.text for reply in replies] != [echo(p, ANSWER) for p in prompts]:
+        raise RigError("a wrong answer while measuring")
+    ttft, itl = (statistics.median(values) for values in zip(*pairs, strict=True))
+    return {"TTFT": ttft, "ITL": itl, "throughput": BURST / seconds}
+
+
+def send(cluster: Cluster, what: signal.Signals) -> None:
+    for server in cluster.servers:
+        for process in server.tree():
+            process.send_signal(what)
+
+
+def turn(cluster: Cluster, rng: random.Random) -> dict[str, float]:
+    send(cluster, signal.SIGCONT)
+    try:
+        stream(cluster, secret(PROMPT, rng))  # not measured: the first after a pause
+        return measure(cluster, rng)
+    finally:
+        send(cluster, signal.SIGSTOP)
+
+
+def spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", default="0.5.23")
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args()
+    logs = Path(tempfile.mkdtemp(prefix="pd-guard-bench-"))
+    rng = random.Random(0)
+    ratios: dict[str, dict[str, list[float]]] = {}
+    try:
+        with (
+            Cluster(args.version, decode_tokens=32768, prefill_tokens=32768, log_dir=logs / "off") as off,
+        ):
+            send(off, signal.SIGSTOP)
+            try:
+                with Cluster(args.version, guard=True, decode_tokens=32768, prefill_tokens=32768, log_dir=logs / "on") as on:
+                    send(on, signal.SIGSTOP)
+                    try:
+                        for n in range(args.rounds):
+                            print(f"round {n + 1} of {args.rounds}", file=sys.stderr, flush=True)
+                            before, first, second, after = (turn(c, rng) for c in (off, on, on, off))
+                            for name in before:
+                                chance, guard = ratios.setdefault(name, {"chance": [], "guard": []}).values()
+                                chance.append(after[name] / before[name])
+                                guard.append((first[name] + second[name]) / (before[name] + after[name]))
+                    finally:
+                        send(on, signal.SIGCONT)
+            finally:
+                send(off, signal.SIGCONT)
+    except RigError as error:
+        print(f"{error}\nThe servers' logs are in {logs}", file=sys.stderr)
+        return 3
+    shutil.rmtree(logs)
+    memory = psutil.virtual_memory().total / 2**30
+    print(f"SGLang {args.version}, {args.rounds} rounds, {os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB, no GPU")
+    print(f"{'':12}{'guarded/unguarded':28}unguarded/unguarded")
+    for name, found in ratios.items():
+        print(f"{name:12}{spread(found['guard']):28}{spread(found['chance'])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
