@@ -8,6 +8,7 @@ from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.node import FAULT, Node, verdict_of
 from sglang_pd_guard.guards import room as rooms
 from sglang_pd_guard.guards.admission import Verdict, never_fits
+from sglang_pd_guard.guards.receipt import digest
 
 #: Said to a request that SGLang would wait for, or crash on, since nobody could ever match it with its peer.
 NO_ROOM = Verdict(
@@ -86,8 +87,12 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
             guard, rule, verdict = _own_verdict(node, req, queue)
             if verdict is None:
                 return False
+            prompt = digest(nodes.prompt_of(req)) if rule == "in-use" else 0
             if node.settings.enforcing:
                 req.set_finish_with_abort(verdict.message)
+            if rule == "in-use":
+                node.refused_double(req, prompt, verdict)
+                return node.settings.enforcing
         if node.settings.enforcing:
             _adopt_room(node, req)
         node.refused(req, verdict, rule, guard=guard, at_door=True)

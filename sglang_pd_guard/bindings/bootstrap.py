@@ -28,7 +28,11 @@ def setup_routes(result, server) -> None:
         try:
             body = await request.json()
             refusal = wire.Refusal(
-                int(body["room"]), int(body["nonce"]), bool(body["before_transfer"]), Verdict.parse(body["verdict"])
+                int(body["room"]),
+                int(body["nonce"]),
+                bool(body["before_transfer"]),
+                Verdict.parse(body["verdict"]),
+                int(body.get("prompt", 0)),
             )
         except (ValueError, TypeError, KeyError):
             return web.Response(status=400, text="not a refusal: send room, nonce, before_transfer and verdict")

@@ -77,7 +77,7 @@ def _prefill_message(node: Node, frames: list[bytes]) -> bool:
         if unfit is not None:
             _refuse_peer(node, message.room, message.endpoint, message.nonce, unfit)
             return True
-        verdict = node.admissions.hello(message.room, message.endpoint, message.nonce)
+        verdict = node.admissions.hello(message.room, message.endpoint, message.nonce, message.prompt)
         if verdict is not None:
             node.tell_decode(message.endpoint, message.room, message.nonce, verdict)
     elif isinstance(message, wire.Refusal) and node.settings.enforcing:
@@ -93,7 +93,7 @@ def _metadata(node: Node, room: int, endpoint: tuple[str, int]) -> bool:
     if peer is None and node.refuses_unguarded(room, f"{endpoint[0]}:{endpoint[1]}"):
         _refuse_peer(node, room, endpoint, 0, unguarded(f"decode {endpoint[0]}:{endpoint[1]}"))
         return True
-    if peer is not None and node.turned_away(peer):
+    if peer is not None and (node.turned_away(peer) or node.admissions.turned_away(room, endpoint)):
         return True  # it was told when it said hello
     verdict = node.admissions.refused(room)
     if verdict is None or node.live(room) is not None:
@@ -129,6 +129,13 @@ def _clear_refused(node: Node, room: int) -> None:
 
 def _refused_by_decode(node: Node, message: wire.Refusal) -> None:
     sender = node.live(message.room)
+    if message.prompt:
+        mine = sender is not None and sender._pd_guard_prompt == message.prompt and not node.admissions.nonce(message.room)
+        if mine:  # nobody has asked for it, so it is the one that decode refused
+            node.fail_live(message.room, message.verdict)
+        else:
+            node.admissions.peer_double(message.room, message.prompt, message.verdict)
+        return
     if sender is None:
         if message.before_transfer and node.admissions.refused(message.room) is None:
             node.admissions.peer_refused(message.room, message.verdict)

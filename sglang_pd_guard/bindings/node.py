@@ -15,6 +15,7 @@ from sglang_pd_guard.bindings.transport import BootstrapClient, Outbox
 from sglang_pd_guard.guards.admission import Admissions, Endpoint, Verdict
 from sglang_pd_guard.guards.audit import Audit
 from sglang_pd_guard.guards.capacity import Finding, Limits, compare
+from sglang_pd_guard.guards.receipt import digest
 from sglang_pd_guard.guards.wire import Hello, Refusal, Wake, encode
 from sglang_pd_guard.settings import GUARDS, Settings
 from sglang_pd_guard.telemetry import Telemetry
@@ -84,7 +85,7 @@ class Node:
         self._limits: Limits | None = None
         self._unfit_told = _Recent()
         self._uses = itertools.count()
-        self._nonces: OrderedDict[int, int] = OrderedDict()
+        self._named: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         self._live_lock = threading.Lock()
         self.guarded_peers = _Recent()
@@ -139,20 +140,23 @@ class Node:
             return sum(not getattr(transfer, "_pd_guard_ended", False) for transfer in self._live.values())
 
     def name_use(self, req) -> None:
-        """decode: chooses the nonce of this use of the request's room, the same on all ranks of the node."""
+        """decode: chooses the nonce of this use of the request's room, the same on all ranks of the node; keeps it and the
+        prompt's digest for `introduce`.
+        """
         seed = f"{self.scheduler.server_args.random_seed}:{next(self._uses)}:{req.rid}:{req.bootstrap_room}"
         nonce = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest()) >> 1 | 1
-        self._nonces.pop(req.bootstrap_room, None)
-        self._nonces[req.bootstrap_room] = nonce
-        while len(self._nonces) > 65536:
-            self._nonces.popitem(last=False)
+        self._named.pop(req.bootstrap_room, None)
+        self._named[req.bootstrap_room] = nonce, digest(prompt_of(req))
+        while len(self._named) > 65536:
+            self._named.popitem(last=False)
 
     def admit(self, req) -> None:
         """prefill: SGLang has accepted this request and given it a sender."""
         room, sender, use = req.bootstrap_room, req.disagg_kv_sender, next(self._uses)
+        sender._pd_guard_prompt = digest(prompt_of(req))
         self.track(room, sender)
         weakref.finalize(sender, self.admissions.release, room, use).atexit = False
-        verdict = self.admissions.admit(room, use)
+        verdict = self.admissions.admit(room, use, sender._pd_guard_prompt)
         if verdict is not None and self.settings.enforcing:
             self.telemetry.peer_refusal("received", room, verdict.status)
             self.fail_live(room, verdict)
@@ -188,7 +192,7 @@ class Node:
         if not self.settings.enforcing or self.manager is None or room is None or not self.settings.runs("admission"):
             return
         sender = getattr(req, "disagg_kv_sender", None)
-        if (at_door or (self.role == "prefill" and sender is None)) and (self.live(room) is not None or rule == "in-use"):
+        if (at_door or (self.role == "prefill" and sender is None)) and self.live(room) is not None:
             return  # the other request's peer must not hear of this one
         if self.role == "decode":
             if self.is_entry_rank:
@@ -198,6 +202,20 @@ class Node:
         if sender is None and getattr(self.manager.server_args, "dp_size", 1) > 1:
             # A sender's first act, without which decode may not find the rank that refused.
             self._client.register_dp_rank(f"{req.bootstrap_host}:{req.bootstrap_port}", room, self.manager.attn_dp_rank)
+
+    def refused_double(self, req, prompt: int, verdict: Verdict) -> None:
+        """A request is refused at the door since another one lives in its room. The peer may have seen the last of that
+        one, or not the first of it: it is told which prompt is meant.
+        """
+        self.telemetry.refused("room", "in-use", req.rid, req.bootstrap_room, verdict.status, self.settings.enforcing)
+        if not self.settings.enforcing:
+            return
+        if self.role == "prefill":
+            self.admissions.double(req.bootstrap_room, prompt, verdict)
+        elif self.is_entry_rank and req.bootstrap_host and req.bootstrap_port:
+            from sglang.srt.disaggregation.decode import _bootstrap_addr
+
+            self._client.refuse(_bootstrap_addr(req), Refusal(req.bootstrap_room, 0, True, verdict, prompt))
 
     def refuse_room(self, room: int, verdict: Verdict, sender) -> None:
         """prefill: tells every decode rank that asks or will ask for `room`.
@@ -266,12 +284,13 @@ class Node:
         if not infos or room is None or receiver.conclude_state is not None:
             return
         self.track(room, receiver)
-        receiver._pd_guard_nonce = self._nonces.pop(room, None) or secrets.randbits(63) | 1
+        receiver._pd_guard_nonce, prompt = self._named.pop(room, None) or (secrets.randbits(63) | 1, 0)
         ip, port = self.own_endpoint
         limits = self.limits()
         hello = Hello(
-            room, receiver._pd_guard_nonce, ip, port, self.settings.mode, self._drains, limits.longest, limits.truncates
-        )
+            room, receiver._pd_guard_nonce, ip, port, self.settings.mode, self._drains,
+            limits.longest, limits.truncates, prompt,
+        )  # fmt: skip
         for info in infos:
             endpoint = (str(info["rank_ip"]), int(info["rank_port"]))
             guards = self._guards_of(endpoint, receiver.bootstrap_addr)
@@ -362,6 +381,11 @@ def _drains(manager, settings: Settings) -> bool:
 
     held = getattr(manager, "enable_deferred_decode_kv_release", False)
     return bool(held) and order(effective_version(settings)) >= order("0.5.21")
+
+
+def prompt_of(req):
+    """The token ids that both nodes know alike: those that stand for images are hashes of each node's own features."""
+    return req.origin_input_ids if req.multimodal_inputs is None else req.origin_input_ids_unpadded
 
 
 def _limits(node: Node) -> Limits:

@@ -7,7 +7,7 @@ import weakref
 
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.admission import guarded_room
-from sglang_pd_guard.bindings.node import FAULT, Node
+from sglang_pd_guard.bindings.node import FAULT, Node, prompt_of
 from sglang_pd_guard.guards.admission import Verdict
 from sglang_pd_guard.guards.receipt import SLOTS, Mismatch, Receipt, digest, verify
 
@@ -36,16 +36,11 @@ def set_buf(result, buffers, req) -> None:
                 # SGLang sends this row with the chunk that completes this number, and with no other.
                 pages=sender.num_kv_indices,
                 prefix=getattr(sender, "_pd_guard_prefix", 0),
-                prompt=digest(_prompt(req)),
+                prompt=digest(prompt_of(req)),
                 nonce=node.admissions.nonce(req.bootstrap_room),
             )
             words = receipt.words(req.bootstrap_room)
     row[1:].copy_(torch.tensor(words, dtype=torch.int64).to(row.dtype))
-
-
-def _prompt(req):
-    """The token ids that both nodes know alike: those that stand for images are hashes of each node's own features."""
-    return req.origin_input_ids if req.multimodal_inputs is None else req.origin_input_ids_unpadded
 
 
 # --- decode -------------------------------------------------------------------------------------------------------
@@ -140,7 +135,7 @@ def _mismatch(entry, buffers) -> Mismatch | None:
 def _expected(req, receiver, published: tuple[int, int]) -> Receipt:
     pages, prefix = published
     scheduler = nodes.current().scheduler
-    prompt = _prompt(req)
+    prompt = prompt_of(req)
     tokens = len(req.origin_input_ids)
     if getattr(req, "pd_rebootstrap_in_progress", False):  # prefill computes what was generated so far as well
         prompt = [*prompt, *req.output_ids]

@@ -21,7 +21,7 @@ import enum
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 Endpoint = tuple[str, int]
@@ -92,13 +92,13 @@ class _Bounded(Generic[T]):
 
     def __init__(self, capacity: int, ttl: float, clock: Callable[[], float]):
         self._capacity, self._ttl, self._clock = capacity, ttl, clock
-        self._items: OrderedDict[int, tuple[float, T]] = OrderedDict()
+        self._items: OrderedDict[Hashable, tuple[float, T]] = OrderedDict()
 
     def __len__(self) -> int:
         self._expire()
         return len(self._items)
 
-    def put(self, key: int, value: T) -> None:
+    def put(self, key: Hashable, value: T) -> None:
         self._items.pop(key, None)
         self._items[key] = (self._clock() + self._ttl, value)
         self._expire()
@@ -110,12 +110,12 @@ class _Bounded(Generic[T]):
         while self._items and next(iter(self._items.values()))[0] <= now:  # in the order of their deadlines
             self._items.popitem(last=False)
 
-    def get(self, key: int) -> T | None:
+    def get(self, key: Hashable) -> T | None:
         self._expire()
         entry = self._items.get(key)
         return entry and entry[1]
 
-    def pop(self, key: int) -> T | None:
+    def pop(self, key: Hashable) -> T | None:
         self._expire()
         entry = self._items.pop(key, None)
         return entry and entry[1]
@@ -146,6 +146,13 @@ class _Asked:
     @property
     def latest(self) -> int:
         return next(reversed(self.hellos.values()), (0, None))[0]
+
+    def may_be_of_this_use(self, nonce: int) -> bool:
+        """Whether `nonce` is the admitted request's, as far as one can tell: that of the first who asks."""
+        if self.use is None:
+            return False
+        mine = self.nonces(_Of.THIS, _Of.EITHER).values()
+        return nonce in mine or not mine
 
     def note(self, endpoint: Endpoint, nonce: int) -> None:
         known, mark = self.hellos.pop(endpoint, (None, _Of.EITHER))
@@ -196,6 +203,10 @@ class Admissions:
         self._asked: _Bounded[_Asked] = _Bounded(capacity, asked_ttl, clock)
         self._refused: _Bounded[_Refused] = _Bounded(capacity, verdict_ttl, clock)
         self._peer: _Bounded[Verdict] = _Bounded(capacity, verdict_ttl, clock)
+        # Requests refused since another one lives in their room, by room and prompt.
+        self._doubles: _Bounded[Verdict] = _Bounded(capacity, verdict_ttl, clock)
+        self._peer_doubles: _Bounded[Verdict] = _Bounded(capacity, verdict_ttl, clock)
+        self._turned_away: _Bounded[bool] = _Bounded(capacity, verdict_ttl, clock)
 
     def rooms(self) -> dict[str, int]:
         """How many rooms are remembered, by state."""
@@ -237,7 +248,26 @@ class Admissions:
         """
         self._gone.append((room, use))
 
-    def hello(self, room: int, endpoint: Endpoint, nonce: int) -> Verdict | None:
+    def double(self, room: int, prompt: int, verdict: Verdict) -> None:
+        """A request was refused at the door of prefill since another lives in `room`: decode, which may not have seen the
+        other one any more, is told when it asks with this prompt.
+        """
+        with self._locked():
+            if self._peer_doubles.pop((room, prompt)) is None:  # else decode has refused it as well
+                self._doubles.put((room, prompt), verdict)
+
+    def peer_double(self, room: int, prompt: int, verdict: Verdict) -> None:
+        """The same the other way: decode has refused, prefill has not seen the request, or has refused it as well."""
+        with self._locked():
+            if self._doubles.pop((room, prompt)) is None:
+                self._peer_doubles.put((room, prompt), verdict)
+
+    def turned_away(self, room: int, endpoint: Endpoint) -> bool:
+        """Whether the newest introduction of `room` by `endpoint` was of a double; asked once, for its metadata."""
+        with self._locked():
+            return self._turned_away.pop((room, endpoint)) is not None
+
+    def hello(self, room: int, endpoint: Endpoint, nonce: int, prompt: int = 0) -> Verdict | None:
         """A decode rank asks for `room`: the verdict to send it, or None where none is known yet."""
         with self._locked():
             refused = self._refused.get(room)
@@ -246,6 +276,11 @@ class Admissions:
                     return refused.verdict
                 self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
+            double = self._doubles.get((room, prompt))
+            if double is not None and not asked.may_be_of_this_use(nonce):
+                self._turned_away.put((room, endpoint), True)
+                return double
+            self._turned_away.pop((room, endpoint))
             asked.note(endpoint, nonce)
             self._asked.put(room, asked)
             return None
@@ -294,7 +329,7 @@ class Admissions:
             refused = self._refused.get(room)
             return refused and refused.verdict
 
-    def admit(self, room: int, use: int) -> Verdict | None:
+    def admit(self, room: int, use: int, prompt: int = 0) -> Verdict | None:
         """A request in `room` is accepted here: the verdict that its peer has already sent, if any.
 
         Args:
@@ -305,7 +340,7 @@ class Admissions:
             asked = self._asked.get(room) or _Asked()
             asked.admit(use)
             self._asked.put(room, asked)
-            return self._peer.get(room)
+            return self._peer.get(room) or self._peer_doubles.pop((room, prompt))
 
     def peer_refused(self, room: int, verdict: Verdict) -> None:
         """The peer refused the request in `room`."""

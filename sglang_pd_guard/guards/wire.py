@@ -30,6 +30,7 @@ class Hello:
         mode: the decode's guard mode; only ``enforce`` acts on a refusal.
         drains: this decode holds the pages of a failed transfer until prefill has acknowledged that its writes ended.
         longest, truncates: what this decode admits, see `capacity.Limits`.
+        prompt: `receipt.digest` of the prompt; 0 where that is not said.
     """
 
     room: int
@@ -40,6 +41,7 @@ class Hello:
     drains: bool
     longest: int = 0
     truncates: bool = False
+    prompt: int = 0
 
     kind = b"HELLO"
 
@@ -62,12 +64,14 @@ class Refusal:
         before_transfer: decode refused at its door, so prefill keeps the verdict for a request
             that has not reached it yet.
         verdict: what the client is told.
+        prompt: `receipt.digest` of the refused prompt, where the room belongs to another request; else 0.
     """
 
     room: int
     nonce: int
     before_transfer: bool
     verdict: Verdict
+    prompt: int = 0
 
     kind = b"REFUSAL"
 
@@ -107,7 +111,7 @@ def decode(frames: list[bytes]) -> Message | None:
         message = cls(**body)
     except (ValueError, TypeError, KeyError):
         return None
-    ints = ("room", "nonce", "port", "longest")
+    ints = ("room", "nonce", "port", "longest", "prompt")
     if any(type(body[name]) is not int for name in ints if name in body):
         return None
     if any(type(body[name]) is not str for name in ("ip", "mode") if name in body):

@@ -145,3 +145,59 @@ def test_release_takes_no_lock():
     admissions.admit(1, 7)
     admissions.hello(2, ("10.0.0.1", 1), 6)  # the number of rooms changes, so the finalizer runs inside
     assert admissions.rooms()["asked"] == 1
+
+
+A, B = ("10.0.0.1", 1), ("10.0.0.2", 2)
+BUSY = Verdict(400, "in use")
+
+
+def test_a_double_is_told_by_its_prompt_and_its_owner_never():
+    admissions = Admissions()
+    admissions.admit(1, 7, prompt=11)
+    admissions.double(1, 12, BUSY)
+    assert admissions.hello(1, A, 5, prompt=11) is None  # the owner's decode
+    assert admissions.hello(1, A, 6, prompt=12) == BUSY
+    assert admissions.turned_away(1, A) and not admissions.turned_away(1, A)
+    assert admissions.hello(1, B, 6, prompt=12) == BUSY  # another rank of the same decode
+    assert admissions.hello(1, A, 8, prompt=13) is None
+    assert not admissions.turned_away(1, A)
+
+
+def test_of_two_equal_prompts_in_one_room_the_first_to_ask_is_the_owner():
+    admissions = Admissions()
+    admissions.admit(1, 7, prompt=11)
+    admissions.double(1, 11, BUSY)
+    assert admissions.hello(1, A, 5, prompt=11) is None
+    assert admissions.hello(1, A, 5, prompt=11) is None
+    assert admissions.hello(1, A, 6, prompt=11) == BUSY
+
+
+def test_a_double_that_both_nodes_refused_leaves_nothing_behind():
+    admissions = Admissions()
+    admissions.double(1, 12, BUSY)
+    admissions.peer_double(1, 12, BUSY)
+    assert admissions.hello(1, A, 5, prompt=12) is None
+    assert admissions.admit(1, 8, prompt=12) is None
+    admissions.peer_double(2, 12, BUSY)
+    admissions.double(2, 12, BUSY)
+    assert admissions.admit(2, 9, prompt=12) is None
+
+
+def test_a_double_that_only_decode_refused_is_told_to_prefill():
+    admissions = Admissions()
+    admissions.peer_double(1, 12, BUSY)
+    assert admissions.admit(1, 7, prompt=11) is None
+    assert admissions.admit(1, 8, prompt=12) == BUSY
+    assert admissions.admit(1, 9, prompt=12) is None
+
+
+def test_the_newest_introduction_names_the_use():
+    admissions = Admissions()
+    assert admissions.nonce(1) == 0
+    admissions.hello(1, A, 5)
+    admissions.hello(1, B, 6)
+    assert admissions.nonce(1) == 6
+    admissions.hello(1, A, 7)
+    assert admissions.nonce(1) == 7
+    admissions.admit(1, 3)
+    assert admissions.nonce(1) == 7
