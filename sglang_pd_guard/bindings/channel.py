@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sglang_pd_guard.__about__ import __version__
 from sglang_pd_guard.bindings import node as nodes
-from sglang_pd_guard.bindings import receipt, room
+from sglang_pd_guard.bindings import receipt
 from sglang_pd_guard.bindings.node import Node, unguarded
 from sglang_pd_guard.guards import wire
 from sglang_pd_guard.guards.admission import Verdict
@@ -52,9 +52,9 @@ def receiver_init(result, receiver, *args, **kwargs) -> None:
 
 
 def _decode_message(node: Node, frames: list[bytes]) -> bool:
-    """Returns whether the message was the guard's, or is of a room that is no more."""
+    """Returns whether the message was the guard's."""
     if not wire.is_guard_message(frames):
-        return room.is_late(node, frames)
+        return False
     message = wire.decode(frames)
     if isinstance(message, wire.Refusal) and node.settings.enforcing:
         receiver = node.live(message.room)

@@ -28,13 +28,3 @@ def several_samples(n: int) -> Verdict:
         f"n={n} is not supported with prefill/decode disaggregation. Send {n} requests with n=1.",
         "BadRequestError",
     )
-
-
-def status_message_room(frames: list[bytes]) -> int | None:
-    """The room of one of SGLang's transfer status messages to decode (``[room, status, rank, ...]``), else None.
-
-    NIXL and Mori put a tag of their own in front; SGLang's other messages have a word where the room is.
-    """
-    if len(frames) in (3, 4) and all(frame.isdigit() for frame in frames[:3]):
-        return int(frames[0])
-    return None

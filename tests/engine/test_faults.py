@@ -125,18 +125,3 @@ def test_a_transfer_one_page_short_is_answered_all_the_same(clusters, version):
     assert decode.text != echo(prompt, 256)
     # What was read from pages that did arrive is right.
     assert decode.text[:200] == echo(prompt, 200)
-
-
-@pytest.mark.parametrize("version", ["0.5.18"], indirect=True)
-def test_late_messages_keep_a_retired_room_for_ever(clusters, version):
-    """With the room guard disabled: SGLang remembers the room, and the audit says so."""
-    cluster = unguarded(
-        clusters, version, guard=["--pd-guard-disable", "room"], env={"PD_RIG_FAULT": "late_status"}
-    )
-    (cluster.fault_dir / "late_status").write_text("on")
-    for i in range(3):
-        cluster.pair(secret(300, random.Random(i)), 8)
-    (cluster.fault_dir / "late_status").unlink()
-    cluster.wait_idle()
-    time.sleep(4)
-    assert 'owned_when_idle{kind="rooms",role="decode"} 3.0' in cluster.decode.metrics()

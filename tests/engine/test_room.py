@@ -37,7 +37,8 @@ def test_two_requests_in_one_room(cluster):
         assert outcome.leaks == []
         right = [reply.text == echo(prompt, 40) for prompt, reply in zip(outcome.prompts, outcome.decode, strict=True)]
         served += any(right)
-        assert sum(reply.status == 200 for reply in outcome.decode) == sum(right) <= 1
+        # Both, where the second came after the end of the first: then the room was free.
+        assert sum(reply.status == 200 for reply in outcome.decode) == sum(right)
         for reply in [*outcome.prefill, *outcome.decode]:
             # 500: each node took another one of the two, and the receipt told them apart.
             assert reply.status in (200, 400, 500), reply

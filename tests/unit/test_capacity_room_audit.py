@@ -33,22 +33,6 @@ def test_the_words_of_the_room_guard_say_what_to_do():
     assert "Send 3 requests with n=1" in room.several_samples(3).message
 
 
-@pytest.mark.parametrize(
-    ("frames", "found"),
-    [
-        ([b"17", b"4", b"0"], 17),
-        ([b"17", b"4", b"0", b"a reason"], 17),
-        ([b"17", b"4"], None),
-        ([b"ABORT_ACK", b"17"], None),
-        ([b"AUX_DATA", b"17", b"4", b"0"], None),
-        ([b"17", b"4", b"0", b"x", b"y"], None),
-        ([], None),
-    ],
-)
-def test_status_messages(frames, found):
-    assert room.status_message_room(frames) == found
-
-
 def test_audit_believes_what_it_sees_twice_and_says_it_once():
     now = [0.0]
     audit = Audit(clock=lambda: now[0])
