@@ -134,11 +134,12 @@ class _Asked:
     """Who asked for a room: the nonce of each endpoint's introduction and what it belongs to.
 
     Args:
-        use: the use of the room that prefill has admitted, if any.
+        use, prompt: the use of the room that prefill has admitted, if any, and its prompt's digest.
     """
 
     hellos: dict[Endpoint, tuple[int, _Of]] = dataclasses.field(default_factory=dict)  # the newest is the last
     use: int | None = None
+    prompt: int = 0
 
     def nonces(self, *of: _Of) -> dict[Endpoint, int]:
         return {endpoint: nonce for endpoint, (nonce, mark) in self.hellos.items() if mark in of}
@@ -147,9 +148,9 @@ class _Asked:
     def latest(self) -> int:
         return next(reversed(self.hellos.values()), (0, None))[0]
 
-    def may_be_of_this_use(self, nonce: int) -> bool:
-        """Whether `nonce` is the admitted request's, as far as one can tell: that of the first who asks."""
-        if self.use is None:
+    def may_be_of_this_use(self, nonce: int, prompt: int) -> bool:
+        """Whether this is the admitted request, as far as one can tell: its prompt, and the first who asks with it."""
+        if self.use is None or (self.prompt and self.prompt != prompt):
             return False
         mine = self.nonces(_Of.THIS, _Of.EITHER).values()
         return nonce in mine or not mine
@@ -277,7 +278,7 @@ class Admissions:
                 self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
             double = self._doubles.get((room, prompt))
-            if double is not None and not asked.may_be_of_this_use(nonce):
+            if double is not None and not asked.may_be_of_this_use(nonce, prompt):
                 self._turned_away.put((room, endpoint), True)
                 return double
             self._turned_away.pop((room, endpoint))
@@ -339,6 +340,7 @@ class Admissions:
             self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
             asked.admit(use)
+            asked.prompt = prompt
             self._asked.put(room, asked)
             return self._peer.get(room) or self._peer_doubles.pop((room, prompt))
 

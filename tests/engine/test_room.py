@@ -31,21 +31,28 @@ BOTH = pytest.mark.parametrize("version", ["0.5.18", "0.5.23"], indirect=True)
 
 
 @BOTH
-def test_two_requests_in_one_room(cluster):
-    served = 0
+def test_two_requests_in_one_room(clusters, version):
+    if reason := why_missing(version):
+        pytest.skip(reason)
+    cluster = clusters(version, guard=True, env=FAULTS, fresh=True)
+    served = unanswered = 0
     for outcome in same_room(cluster, 50):
         assert outcome.leaks == []
         right = [reply.text == echo(prompt, 40) for prompt, reply in zip(outcome.prompts, outcome.decode, strict=True)]
         served += any(right)
         # Both, where the second came after the end of the first: then the room was free.
         assert sum(reply.status == 200 for reply in outcome.decode) == sum(right)
-        for reply in [*outcome.prefill, *outcome.decode]:
+        replies = [*outcome.prefill, *outcome.decode]
+        # Known gap: prefill took one, decode the other, and decode sees the first only after that (docs/design.md).
+        unanswered += sum(reply.status is None for reply in replies)
+        for reply in (reply for reply in replies if reply.status is not None):
             # 500: each node took another one of the two, and the receipt told them apart.
             assert reply.status in (200, 400, 500), reply
             assert reply.seconds < SOON
             if reply.status == 400:
                 assert "is in use by another request" in reply.error
     assert served
+    assert unanswered <= 2
     cluster.wait_idle()
 
 

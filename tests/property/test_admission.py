@@ -201,3 +201,11 @@ def test_the_newest_introduction_names_the_use():
     assert admissions.nonce(1) == 7
     admissions.admit(1, 3)
     assert admissions.nonce(1) == 7
+
+
+def test_a_double_that_asks_ahead_of_the_owner_is_told():
+    admissions = Admissions()
+    admissions.admit(1, 7, prompt=11)
+    admissions.double(1, 12, BUSY)
+    assert admissions.hello(1, A, 6, prompt=12) == BUSY
+    assert admissions.hello(1, A, 5, prompt=11) is None
