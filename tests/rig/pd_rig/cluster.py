@@ -247,6 +247,8 @@ class Cluster:
         command += ["--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         command += ["--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"]
+        # Two cores for all of them: an idle scheduler must not spin, nor fill gigabytes with a table for thousands.
+        command += ["--sleep-on-idle", "--max-running-requests", "128"]
         command += ["--page-size", str(self.page_size), "--max-total-tokens", str(self._tokens[role])]
         command += ["--mem-fraction-static", "0.3", "--enable-metrics", "--random-seed", "0"]
         command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake"]
@@ -277,7 +279,7 @@ class Cluster:
             if not key.startswith(("SGLANG_", "SGL_", "MC_", "MOONCAKE_", "PD_GUARD_", "PD_RIG_"))
             and not key.lower().endswith("_proxy")
         }
-        path = [str(overlay(self.version))]
+        path = [str(overlay(self.version))] if role is not None else []  # the router is no part of SGLang
         if _release(self.version) < (0, 5, 18):
             path.append(str(_STAND_INS))
         env |= {
