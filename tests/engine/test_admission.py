@@ -12,6 +12,10 @@ from pd_rig.traffic import SOON, attack, healthy, secret
 pytestmark = pytest.mark.engine
 
 
+#: The supported releases that answer such an attack with a victim's text (test_faults.py).
+LEAKY = ("0.5.12.post1", "0.5.15.post1", "0.5.18", "0.5.19")
+
+
 @pytest.fixture
 def cluster(version, clusters):
     return clusters(version, guard=True)
@@ -43,11 +47,12 @@ def exact(cluster, prompt: str, n: int = 24, **kwargs) -> None:
     assert (decode.status, decode.text) == (200, echo(prompt, n))
 
 
-def test_attacks_are_refused_and_leak_nothing(cluster):
-    campaign = attack(cluster, 50)
+def test_attacks_are_refused_and_leak_nothing(cluster, version):
+    attacks = 50 if version in LEAKY else 15
+    campaign = attack(cluster, attacks)
     assert campaign.leaks == []
     assert campaign.wrong == []
-    assert len(campaign.refusals) == 50
+    assert len(campaign.refusals) == attacks
     for reply in campaign.refusals:
         assert reply.status == 400, reply
         assert reply.text is None
@@ -215,8 +220,8 @@ def test_nothing_is_left_over(cluster):
         # Those of ended requests go with the next one.
         assert counter(node, "rooms", state="asked") <= 16
         assert counter(node, "info", mode="enforce", peer="require") == 1
-    assert counter(cluster.prefills[0], "refused_total", rule="unadmitted") >= 55
-    assert counter(cluster.decode, "peer_refusals_total", direction="received") >= 55
+    assert counter(cluster.prefills[0], "refused_total", rule="unadmitted") >= 20
+    assert counter(cluster.decode, "peer_refusals_total", direction="received") >= 20
 
 
 def test_logs_name_the_event_and_never_the_prompt(cluster):

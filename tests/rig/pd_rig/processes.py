@@ -83,7 +83,7 @@ class ServerProcess:
         return total
 
 
-def stop_all(servers: list[ServerProcess], patience: float = 5.0) -> None:
+def stop_all(servers: list[ServerProcess], patience: float = 2.0) -> None:
     """End the servers and all their descendants: TERM, and KILL for what is left after ``patience`` seconds."""
     victims = {p.pid: p for server in servers for p in server.tree()}
     for process in victims.values():
