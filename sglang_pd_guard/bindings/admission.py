@@ -65,7 +65,7 @@ def decode_door(original, queue, req, *args, **kwargs):
         return _retire(queue.scheduler, req)
     if guarded_room(req) is not None:
         with node.shield("decode_door", req):
-            node.name_use(req)
+            node.name_use(req, resumed)
     original(queue, req, *args, **kwargs)
     with node.shield("decode_door", req):
         if guarded_room(req) is not None and queue.queue and queue.queue[-1].req is req:

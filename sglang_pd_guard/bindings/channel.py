@@ -77,6 +77,8 @@ def _prefill_message(node: Node, frames: list[bytes]) -> bool:
         if unfit is not None:
             _refuse_peer(node, message.room, message.endpoint, message.nonce, unfit)
             return True
+        if node.strange(message):
+            return True
         verdict = node.admissions.hello(message.room, message.endpoint, message.nonce, message.prompt)
         if verdict is not None:
             node.tell_decode(message.endpoint, message.room, message.nonce, verdict)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from sglang_pd_guard.bindings.transport import BootstrapClient, Outbox
+from sglang_pd_guard.guards import room as rooms
 from sglang_pd_guard.guards.admission import Admissions, Endpoint, Verdict
 from sglang_pd_guard.guards.audit import Audit
 from sglang_pd_guard.guards.capacity import Finding, Limits, compare
@@ -127,7 +128,8 @@ class Node:
             self._live[room] = transfer
 
     def occupied(self, room: int) -> bool:
-        """Whether a request that has not ended owns `room` here: from its door until SGLang has cleared its transfer.
+        """Whether a request that has not ended owns `room` here: from its door until SGLang has cleared its sender, or
+        dropped its receiver.
 
         The same on all ranks, unlike what a poll says.
         """
@@ -139,27 +141,50 @@ class Node:
         with self._live_lock:
             return sum(not getattr(transfer, "_pd_guard_ended", False) for transfer in self._live.values())
 
-    def name_use(self, req) -> None:
+    def name_use(self, req, resumed: bool) -> None:
         """decode: chooses the nonce of this use of the request's room, the same on all ranks of the node; keeps it and the
-        prompt's digest for `introduce`.
+        prompt's digest for `introduce`. A resumed request's prompt on prefill is longer by what it has generated.
         """
         seed = f"{self.scheduler.server_args.random_seed}:{next(self._uses)}:{req.rid}:{req.bootstrap_room}"
         nonce = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest()) >> 1 | 1
         self._named.pop(req.bootstrap_room, None)
-        self._named[req.bootstrap_room] = nonce, digest(prompt_of(req))
+        self._named[req.bootstrap_room] = nonce, 0 if resumed else digest(prompt_of(req))
         while len(self._named) > 65536:
             self._named.popitem(last=False)
 
     def admit(self, req) -> None:
         """prefill: SGLang has accepted this request and given it a sender."""
         room, sender, use = req.bootstrap_room, req.disagg_kv_sender, next(self._uses)
-        sender._pd_guard_prompt = digest(prompt_of(req))
+        sender._pd_guard_prompt, sender._pd_guard_use = digest(prompt_of(req)), use
         self.track(room, sender)
         weakref.finalize(sender, self.admissions.release, room, use).atexit = False
         verdict = self.admissions.admit(room, use, sender._pd_guard_prompt)
-        if verdict is not None and self.settings.enforcing:
+        if not self.settings.enforcing:
+            return
+        if verdict is not None:
             self.telemetry.peer_refusal("received", room, verdict.status)
             self.fail_live(room, verdict)
+        elif self.settings.runs("room"):
+            clash = rooms.other_prompt(room)
+            for stranger in self.admissions.strangers(room, clash):
+                self.refused_stranger(stranger.endpoint, room, stranger.nonce, clash, owner_too=True)
+
+    def strange(self, hello: Hello) -> bool:
+        """prefill: whether this decode rank asks for another request than the one that owns the room here; it is told then."""
+        if not self.settings.runs("room") or not self.settings.enforcing:
+            return False
+        clash = rooms.other_prompt(hello.room)
+        owner_too = self.admissions.stranger(hello.room, hello.endpoint, hello.nonce, hello.prompt, clash)
+        if owner_too is None:
+            return False
+        self.refused_stranger(hello.endpoint, hello.room, hello.nonce, clash, owner_too)
+        return True
+
+    def refused_stranger(self, endpoint: Endpoint, room: int, nonce: int, clash: Verdict, owner_too: bool) -> None:
+        self.telemetry.refused("room", "other-prompt", None, room, clash.status, True)
+        self.tell_decode(endpoint, room, nonce, clash)
+        if owner_too and self.live(room) is not None:
+            self.fail_live(room, clash)
 
     def live(self, room: int):
         """The sender or receiver of the request that lives in `room`, or None."""

@@ -90,7 +90,7 @@ def pop_transferred(original, queue, *args, **kwargs):
 def _refused(entry, buffers) -> bool:
     """Whether the transfer to this decode request has ended and is not believed. Says so once, and why."""
     node, req = nodes.current(), entry.req
-    if guarded_room(req) is None or getattr(req, "_pd_guard_receipt", None) is entry.kv_receiver:
+    if guarded_room(req) is None or getattr(entry.kv_receiver, "_pd_guard_judged", False):
         return False
     mismatch = None
     with node.shield("receipt", req) as fault:
@@ -112,7 +112,7 @@ def _refused(entry, buffers) -> bool:
             req._pd_guard_verdict = verdict
             node.manager.record_failure(req.bootstrap_room, verdict.message)
             return True
-    req._pd_guard_receipt = entry.kv_receiver  # judged
+    entry.kv_receiver._pd_guard_judged = True
     return fault[0] and node.settings.enforcing
 
 
@@ -128,7 +128,7 @@ def _mismatch(entry, buffers) -> Mismatch | None:
         return Mismatch("absent", req.bootstrap_room, 0) if time.monotonic() - since > _ROW_WITHIN_S else None
     mismatch = verify(row, req.bootstrap_room, _expected(req, receiver, published))
     if mismatch is None:
-        req._pd_guard_receipt = receiver  # judged
+        receiver._pd_guard_judged = True
     return mismatch
 
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from sglang_pd_guard.bindings import node as nodes
 
-def transfer_cleared(result, transfer) -> None:
-    transfer._pd_guard_ended = True
+
+def sender_cleared(result, sender) -> None:
+    """prefill. On decode the room stays its request's until SGLang has dropped the receiver: it clears a failed one twice, and
+    in between the pages may still be held for writes to drain."""
+    sender._pd_guard_ended = True
+    use = getattr(sender, "_pd_guard_use", None)
+    if use is not None:
+        nodes.current().admissions.ended(sender.bootstrap_room, use)

@@ -129,44 +129,65 @@ class _Of(enum.Enum):
     EITHER = enum.auto()  #: the admitted one, or the one before: it came between the two
 
 
+@dataclasses.dataclass(frozen=True)
+class Stranger:
+    """A decode rank that asks for a room in which prefill holds another request."""
+
+    endpoint: Endpoint
+    nonce: int
+
+
 @dataclasses.dataclass
 class _Asked:
-    """Who asked for a room: the nonce of each endpoint's introduction and what it belongs to.
+    """Who asked for a room.
 
     Args:
+        hellos: each endpoint's newest introduction: its nonce, its prompt's digest, and which use it belongs to.
         use, prompt: the use of the room that prefill has admitted, if any, and its prompt's digest.
+        over: that use has ended, or is to end; whoever asks now asks for the next one.
     """
 
-    hellos: dict[Endpoint, tuple[int, _Of]] = dataclasses.field(default_factory=dict)  # the newest is the last
+    hellos: dict[Endpoint, tuple[int, int, _Of]] = dataclasses.field(default_factory=dict)  # the newest is the last
     use: int | None = None
     prompt: int = 0
+    over: bool = False
 
     def nonces(self, *of: _Of) -> dict[Endpoint, int]:
-        return {endpoint: nonce for endpoint, (nonce, mark) in self.hellos.items() if mark in of}
+        return {endpoint: nonce for endpoint, (nonce, _, mark) in self.hellos.items() if mark in of}
 
     @property
     def latest(self) -> int:
-        return next(reversed(self.hellos.values()), (0, None))[0]
+        return next(reversed(self.hellos.values()), (0, 0, None))[0]
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether the admitted request's own decode has asked for it."""
+        return bool(self.nonces(_Of.THIS, _Of.EITHER))
 
     def may_be_of_this_use(self, nonce: int, prompt: int) -> bool:
         """Whether this is the admitted request, as far as one can tell: its prompt, and the first who asks with it."""
-        if self.use is None or (self.prompt and self.prompt != prompt):
+        if self.use is None or self.over or (self.prompt and prompt and self.prompt != prompt):
             return False
-        mine = self.nonces(_Of.THIS, _Of.EITHER).values()
-        return nonce in mine or not mine
+        return not self.asked_for or nonce in self.nonces(_Of.THIS, _Of.EITHER).values()
 
-    def note(self, endpoint: Endpoint, nonce: int) -> None:
-        known, mark = self.hellos.pop(endpoint, (None, _Of.EITHER))
-        if known == nonce:
-            self.hellos[endpoint] = known, mark
-            return
-        this = self.use is not None and mark is _Of.EITHER
-        self.hellos[endpoint] = (nonce, _Of.THIS if this else _Of.NEXT)
+    def note(self, endpoint: Endpoint, nonce: int, prompt: int) -> None:
+        known, _, mark = self.hellos.pop(endpoint, (None, 0, _Of.EITHER))
+        if known != nonce:
+            this = self.use is not None and not self.over and mark is _Of.EITHER
+            mark = _Of.THIS if this else _Of.NEXT
+        self.hellos[endpoint] = nonce, prompt, mark
 
-    def admit(self, use: int) -> None:
-        marks = {_Of.NEXT: _Of.THIS, _Of.THIS: _Of.EITHER}
-        self.hellos = {e: (nonce, marks[mark]) for e, (nonce, mark) in self.hellos.items() if mark in marks}
-        self.use = use
+    def claim(self) -> None:
+        """The use that is over was never asked for: who asked since, with its prompt, asked for it."""
+        if self.over and not self.asked_for:
+            for endpoint, (nonce, prompt, _) in self.hellos.items():
+                if prompt and prompt == self.prompt:
+                    self.hellos[endpoint] = nonce, prompt, _Of.THIS
+
+    def admit(self, use: int, prompt: int) -> None:
+        marks = {_Of.NEXT: _Of.THIS} if self.over else {_Of.NEXT: _Of.THIS, _Of.THIS: _Of.EITHER}
+        self.hellos = {e: (n, p, marks[mark]) for e, (n, p, mark) in self.hellos.items() if mark in marks}
+        self.use, self.prompt, self.over = use, prompt, False
 
 
 @dataclasses.dataclass
@@ -238,7 +259,7 @@ class Admissions:
 
     def _keep_next(self, room: int, asked: _Asked) -> None:
         """The admitted use of the room is over; somebody may have asked for the next one already."""
-        following = {e: (nonce, _Of.NEXT) for e, nonce in asked.nonces(_Of.NEXT).items()}
+        following = {e: hello for e, hello in asked.hellos.items() if hello[2] is _Of.NEXT}
         if following:
             self._asked.put(room, _Asked(following))
 
@@ -282,9 +303,53 @@ class Admissions:
                 self._turned_away.put((room, endpoint), True)
                 return double
             self._turned_away.pop((room, endpoint))
-            asked.note(endpoint, nonce)
+            asked.note(endpoint, nonce, prompt)
             self._asked.put(room, asked)
             return None
+
+    def stranger(self, room: int, endpoint: Endpoint, nonce: int, prompt: int, verdict: Verdict) -> bool | None:
+        """Called ahead of `hello`, where a room belongs to one request: does this decode rank ask for another one than
+        prefill holds in `room`? None if not. Else it is to be told `verdict`, its metadata is dropped, and prefill refuses
+        its request as well; the answer is whether the admitted request must end too, since its own decode has not
+        asked for it: one of the two nodes took another prompt into the room, and nobody can tell which is right.
+        """
+        with self._locked():
+            asked = self._asked.get(room)
+            if asked is None or asked.use is None or asked.over or asked.may_be_of_this_use(nonce, prompt):
+                return None
+            if self._doubles.get((room, prompt)) is not None:
+                return None  # prefill has refused it already, and only that one: `hello` says so
+            self._turned_away.put((room, endpoint), True)
+            self._peer_doubles.put((room, prompt), verdict)
+            if asked.asked_for:
+                return False
+            self._doubles.put((room, asked.prompt), verdict)
+            asked.over = True
+            return True
+
+    def strangers(self, room: int, verdict: Verdict) -> list[Stranger]:
+        """Called after `admit`: the decode ranks that asked for `room` before, with another prompt. They are to be told
+        `verdict` and the admitted request is to end, for SGLang may have their metadata already.
+        """
+        with self._locked():
+            asked = self._asked.get(room)
+            if asked is None or not asked.prompt:
+                return []
+            others = {e: (n, p) for e, (n, p, _) in asked.hellos.items() if p and p != asked.prompt}
+            for endpoint, (_, prompt) in others.items():
+                self._turned_away.put((room, endpoint), True)
+                self._peer_doubles.put((room, prompt), verdict)
+            if others:
+                self._doubles.put((room, asked.prompt), verdict)
+                asked.over = True
+            return [Stranger(endpoint, nonce) for endpoint, (nonce, _) in others.items()]
+
+    def ended(self, room: int, use: int) -> None:
+        """The transfer of the request admitted in `room` as `use` is over on this node."""
+        with self._locked():
+            asked = self._asked.get(room)
+            if asked is not None and asked.use == use:
+                asked.over = True
 
     def refuse(self, room: int, verdict: Verdict, *, admitted: bool = False) -> list[tuple[Endpoint, int]]:
         """The request in `room` is refused here: the (endpoint, nonce) pairs to tell now.
@@ -298,6 +363,7 @@ class Admissions:
             self._peer.pop(room)
             asked = self._asked.pop(room) or _Asked()
             if admitted:
+                asked.claim()
                 mine = asked.nonces(_Of.THIS, _Of.EITHER)
                 tell = mine
                 self._keep_next(room, asked)
@@ -339,8 +405,7 @@ class Admissions:
         with self._locked():
             self._refused.pop(room)
             asked = self._asked.get(room) or _Asked()
-            asked.admit(use)
-            asked.prompt = prompt
+            asked.admit(use, prompt)
             self._asked.put(room, asked)
             return self._peer.get(room) or self._peer_doubles.pop((room, prompt))
 

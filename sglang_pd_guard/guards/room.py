@@ -21,6 +21,17 @@ def in_use(room: int) -> Verdict:
     )
 
 
+def other_prompt(room: int) -> Verdict:
+    """Said to both requests where prefill holds one in `room` and decode another."""
+    return Verdict(
+        400,
+        f"Bootstrap room {room} is in use by another request: prefill and decode hold different prompts in it. Send this one "
+        "again with a room of its own: a random 63-bit number, as the PD router chooses. If no two requests shared the "
+        "room, one node truncated the prompt: set --allow-auto-truncate on both or on neither.",
+        "BadRequestError",
+    )
+
+
 def several_samples(n: int) -> Verdict:
     """Said to a request for more than one sample: SGLang runs them all in the one room that the request has."""
     return Verdict(

@@ -209,3 +209,71 @@ def test_a_double_that_asks_ahead_of_the_owner_is_told():
     admissions.double(1, 12, BUSY)
     assert admissions.hello(1, A, 6, prompt=12) == BUSY
     assert admissions.hello(1, A, 5, prompt=11) is None
+
+
+CLASH = Verdict(400, "other prompt")
+
+
+def test_a_stranger_in_an_admitted_room_is_told_and_ends_a_request_that_nobody_asked_for():
+    admissions = Admissions()
+    admissions.admit(1, 7, prompt=11)
+    assert admissions.stranger(1, A, 6, 12, CLASH) is True
+    assert admissions.turned_away(1, A)
+    assert admissions.hello(1, A, 5, prompt=11) == CLASH  # decode sees the other one after all
+    admissions.ended(1, 7)
+    assert admissions.admit(1, 8, prompt=12) == CLASH  # and so does prefill
+
+
+def test_a_stranger_does_not_end_a_request_that_its_own_decode_asked_for():
+    admissions = Admissions()
+    admissions.hello(1, A, 5, prompt=11)
+    admissions.admit(1, 7, prompt=11)
+    assert admissions.strangers(1, CLASH) == []
+    assert admissions.stranger(1, B, 6, 12, CLASH) is False
+    assert admissions.stranger(1, A, 8, 11, CLASH) is False  # the same prompt, another request
+    assert admissions.stranger(1, A, 5, 11, CLASH) is None
+    assert admissions.nonce(1) == 5
+
+
+def test_who_asked_before_the_admission_with_another_prompt_is_a_stranger():
+    admissions = Admissions()
+    admissions.hello(1, A, 6, prompt=12)
+    admissions.admit(1, 7, prompt=11)
+    assert [(s.endpoint, s.nonce) for s in admissions.strangers(1, CLASH)] == [(A, 6)]
+    assert admissions.turned_away(1, A)
+    assert admissions.hello(1, A, 9, prompt=11) == CLASH
+    admissions.ended(1, 7)
+    assert admissions.admit(1, 8, prompt=12) == CLASH
+
+
+def test_a_prompt_that_is_not_said_is_nobody_s():
+    admissions = Admissions()
+    admissions.hello(1, A, 6)
+    admissions.admit(1, 7, prompt=11)
+    assert admissions.strangers(1, CLASH) == []
+    admissions = Admissions()
+    admissions.admit(1, 7, prompt=11)
+    assert admissions.stranger(1, A, 6, 0, CLASH) is None
+
+
+def test_after_the_end_the_room_s_next_use_begins():
+    admissions = Admissions()
+    admissions.hello(1, A, 5, prompt=11)
+    admissions.admit(1, 7, prompt=11)
+    admissions.ended(1, 6)  # a former use's
+    assert admissions.stranger(1, B, 6, 12, CLASH) is False
+    admissions.ended(1, 7)
+    assert admissions.stranger(1, A, 6, 12, CLASH) is None
+    assert admissions.hello(1, A, 6, prompt=12) is None
+    admissions.admit(1, 8, prompt=12)
+    assert admissions.strangers(1, CLASH) == [] and admissions.nonce(1) == 6
+    assert admissions.refuse(1, Verdict(500, "later"), admitted=True) == [(A, 6)]
+
+
+def test_who_asks_between_the_end_and_its_verdict_is_told():
+    admissions = Admissions()
+    admissions.admit(1, 7, prompt=11)
+    admissions.ended(1, 7)
+    assert admissions.hello(1, A, 5, prompt=11) is None
+    assert admissions.hello(1, B, 6, prompt=12) is None
+    assert admissions.refuse(1, Verdict(500, "failed"), admitted=True) == [(A, 5)]
