@@ -61,6 +61,7 @@ def _decode_message(node: Node, frames: list[bytes]) -> bool:
         # A refusal of an earlier request that used the same room number brings another nonce back.
         if receiver is not None and getattr(receiver, "_pd_guard_nonce", None) == message.nonce:
             node.telemetry.peer_refusal("received", message.room, message.verdict.status)
+            receiver._pd_guard_no_writer = message.before_transfer
             node.fail_live(message.room, message.verdict)
     return True
 
@@ -81,7 +82,8 @@ def _prefill_message(node: Node, frames: list[bytes]) -> bool:
             return True
         verdict = node.admissions.hello(message.room, message.endpoint, message.nonce, message.prompt)
         if verdict is not None:
-            node.tell_decode(message.endpoint, message.room, message.nonce, verdict)
+            dropped = node.admissions.turned_away(message.room, message.endpoint, peek=True)
+            node.tell_decode(message.endpoint, message.room, message.nonce, verdict, dropped)
     elif isinstance(message, wire.Refusal) and node.settings.enforcing:
         _refused_by_decode(node, message)
     elif isinstance(message, wire.Wake):

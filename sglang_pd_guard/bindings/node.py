@@ -164,10 +164,10 @@ class Node:
         if verdict is not None:
             self.telemetry.peer_refusal("received", room, verdict.status)
             self.fail_live(room, verdict)
-        elif self.settings.runs("room"):
+        if self.settings.runs("room"):
             clash = rooms.other_prompt(room)
             for stranger in self.admissions.strangers(room, clash):
-                self.refused_stranger(stranger.endpoint, room, stranger.nonce, clash, owner_too=True)
+                self.refused_stranger(stranger.endpoint, room, stranger.nonce, clash, before_transfer=False)
 
     def strange(self, hello: Hello) -> bool:
         """prefill: whether this decode rank asks for another request than the one that owns the room here; it is told then."""
@@ -177,12 +177,14 @@ class Node:
         owner_too = self.admissions.stranger(hello.room, hello.endpoint, hello.nonce, hello.prompt, clash)
         if owner_too is None:
             return False
-        self.refused_stranger(hello.endpoint, hello.room, hello.nonce, clash, owner_too)
+        self.refused_stranger(hello.endpoint, hello.room, hello.nonce, clash, before_transfer=True, owner_too=owner_too)
         return True
 
-    def refused_stranger(self, endpoint: Endpoint, room: int, nonce: int, clash: Verdict, owner_too: bool) -> None:
+    def refused_stranger(
+        self, endpoint: Endpoint, room: int, nonce: int, clash: Verdict, *, before_transfer: bool, owner_too: bool = True
+    ) -> None:
         self.telemetry.refused("room", "other-prompt", None, room, clash.status, True)
-        self.tell_decode(endpoint, room, nonce, clash)
+        self.tell_decode(endpoint, room, nonce, clash, before_transfer)
         if owner_too and self.live(room) is not None:
             self.fail_live(room, clash)
 
@@ -266,11 +268,17 @@ class Node:
         endpoints = [(info.endpoint, int(info.dst_port)) for info in askers]
         return [endpoint for endpoint in endpoints if not self.guarded_peers.get(endpoint)]
 
-    def tell_decode(self, endpoint: Endpoint, room: int, nonce: int, verdict: Verdict) -> None:
-        """Sends one decode rank the verdict, in the words it understands."""
+    def tell_decode(
+        self, endpoint: Endpoint, room: int, nonce: int, verdict: Verdict, before_transfer: bool = False
+    ) -> None:
+        """Sends one decode rank the verdict, in the words it understands.
+
+        Args:
+            before_transfer: its metadata for the room is dropped, so that nobody writes to its pages.
+        """
         peer = self.guarded_peers.get(endpoint)
         if peer is not None and peer.mode == "enforce":
-            self.send(endpoint, Refusal(room, nonce, False, verdict))
+            self.send(endpoint, Refusal(room, nonce, before_transfer, verdict))
         else:
             self._tell_unguarded(endpoint, room)
         self.telemetry.peer_refusal("sent", room, verdict.status)

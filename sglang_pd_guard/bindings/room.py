@@ -12,3 +12,9 @@ def sender_cleared(result, sender) -> None:
     use = getattr(sender, "_pd_guard_use", None)
     if use is not None:
         nodes.current().admissions.ended(sender.bootstrap_room, use)
+
+
+def ensure_abort_notified(original, receiver, *args, **kwargs) -> None:
+    """decode. Nobody writes to the pages of a request whose metadata prefill has dropped, and the room is another's there."""
+    if not getattr(receiver, "_pd_guard_no_writer", False):
+        original(receiver, *args, **kwargs)

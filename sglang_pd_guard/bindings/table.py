@@ -369,6 +369,18 @@ SEAMS: tuple[Seam, ...] = (
         upstream="-",
         retire="SGLang refuses a room that is in use",
     ),
+    Seam(
+        target=_CONN + "CommonKVReceiver.ensure_abort_notified",
+        hook="room:ensure_abort_notified",
+        process="scheduler",
+        role="decode",
+        guard="room",
+        signature=("self",),
+        since="0.5.21",
+        why="SGLang's abort names only the room: it would end the request that owns the room on prefill",
+        upstream="-",
+        retire="SGLang's abort names the request",
+    ),
     # --- the schedulers: audit ------------------------------------------------------------------------------
     Seam(
         target=_SRT + "managers.scheduler.Scheduler.on_idle",

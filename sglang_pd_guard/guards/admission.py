@@ -284,10 +284,13 @@ class Admissions:
             if self._doubles.pop((room, prompt)) is None:
                 self._peer_doubles.put((room, prompt), verdict)
 
-    def turned_away(self, room: int, endpoint: Endpoint) -> bool:
-        """Whether the newest introduction of `room` by `endpoint` was of a double; asked once, for its metadata."""
+    def turned_away(self, room: int, endpoint: Endpoint, *, peek: bool = False) -> bool:
+        """Whether the newest introduction of `room` by `endpoint` was of a double, whose metadata is to be dropped: true
+        once, unless only to `peek`.
+        """
         with self._locked():
-            return self._turned_away.pop((room, endpoint)) is not None
+            away = self._turned_away
+            return (away.get if peek else away.pop)((room, endpoint)) is not None
 
     def hello(self, room: int, endpoint: Endpoint, nonce: int, prompt: int = 0) -> Verdict | None:
         """A decode rank asks for `room`: the verdict to send it, or None where none is known yet."""

@@ -61,8 +61,8 @@ class Refusal:
     Args:
         room: bootstrap room.
         nonce: of the `Hello` that introduced the request; 0 where decode refused it before that.
-        before_transfer: decode refused at its door, so prefill keeps the verdict for a request
-            that has not reached it yet.
+        before_transfer: from decode, it refused at its door, so prefill keeps the verdict for a request that has not
+            reached it yet; from prefill, it has dropped the request's metadata, so nobody writes to its pages.
         verdict: what the client is told.
         prompt: `receipt.digest` of the refused prompt, where the room belongs to another request; else 0.
     """

@@ -57,7 +57,7 @@ def test_two_requests_in_one_room(cluster):
         ("d2 p1 d1 p2", 0),
         ("d2 p1 p2 d1", 0),
         ("p1 p2 d2 d1", 1),
-        ("d2 d1 p1 p2", 2),
+        ("d2 d1 p1 p2", 0),
     ],
 )
 def test_one_room_in_each_order(cluster, order, served):
