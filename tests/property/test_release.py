@@ -1,0 +1,149 @@
+"""State machines against the release guard's ledgers, beside a simple model of who may still write where."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_pd_guard.guards.release import Holds, Writes
+
+WRITERS = [("10.0.0.1", 1), ("10.0.0.1", 2), ("10.0.0.2", 1)]
+PATIENCE = 30.0
+
+
+class Decode(RuleBasedStateMachine):
+    """Requests reserve pages, fail and are held; words arrive late, twice, for others, or never."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.holds = Holds(PATIENCE)
+        self.next = 1
+        self.model: dict[int, dict] = {}
+        self.released: set[int] = set()
+
+    def some(self, data):
+        return data.draw(st.sampled_from(sorted(self.model)))
+
+    @rule(pages=st.integers(1, 9), writers=st.sets(st.sampled_from(WRITERS), min_size=1))
+    def fail(self, pages, writers):
+        self.holds.hold(self.next, pages, writers, self.now)
+        self.holds.hold(self.next, 1000, [], self.now + 1)  # the same one again
+        self.model[self.next] = {"pages": pages, "may_write": set(writers), "since": self.now}
+        self.next += 1
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), writer=st.sampled_from(WRITERS))
+    def word(self, data, writer):
+        nonce = self.some(data)
+        assert self.holds.drained(nonce, writer) == (writer in self.model[nonce]["may_write"])
+        self.model[nonce]["may_write"].discard(writer)
+
+    @rule(writer=st.sampled_from(WRITERS))
+    def late_word(self, writer):
+        for nonce in [*self.released, self.next]:
+            assert not self.holds.drained(nonce, writer)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), writer=st.sampled_from(WRITERS))
+    def cannot_know(self, data, writer):
+        self.holds.unknown(self.some(data), writer)
+
+    @rule(writer=st.sampled_from(WRITERS))
+    def process_gone(self, writer):
+        self.holds.gone(writer)
+        for entry in self.model.values():
+            entry["may_write"].discard(writer)
+
+    @rule(seconds=st.floats(0, 1e6))
+    def time_passes(self, seconds):
+        self.now += seconds
+        asked = self.holds.waiting(self.now)
+        assert sorted(asked) == sorted((n, w) for n, entry in self.model.items() for w in entry["may_write"])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def release(self, data):
+        nonce = self.some(data)
+        if self.model[nonce]["may_write"]:
+            assert not self.holds.free(nonce)
+            with pytest.raises(ValueError):
+                self.holds.release(nonce, self.now)
+            return
+        assert self.holds.free(nonce)
+        assert self.holds.release(nonce, self.now) == self.now - self.model.pop(nonce)["since"]
+        self.released.add(nonce)
+        with pytest.raises(KeyError):
+            self.holds.release(nonce, self.now)
+
+    @invariant()
+    def every_page_is_accounted_for(self):
+        pages = self.holds.pages()
+        assert sum(pages.values()) == sum(entry["pages"] for entry in self.model.values())
+        waiting = sum(entry["pages"] for entry in self.model.values() if entry["may_write"])
+        assert pages["quarantined"] <= waiting
+
+
+class Prefill(RuleBasedStateMachine):
+    """Chunks go through two workers' queues in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes = Writes(capacity=3)
+        self.queues = {"a": [], "b": []}
+        self.in_hand: dict[str, int] = {}
+        self.unknown: set[int] = set()
+        self.overflowed = False
+
+    def left(self, request):
+        return sum(queue.count(request) for queue in self.queues.values()) + [*self.in_hand.values()].count(request)
+
+    @rule(request=st.integers(1, 6), worker=st.sampled_from("ab"))
+    def queue(self, request, worker):
+        self.writes.queued(request)
+        self.queues[worker].append(request)
+
+    @rule(worker=st.sampled_from("ab"))
+    def next(self, worker):
+        former = self.in_hand.pop(worker, None)
+        ended = self.writes.finished(worker)
+        assert ended == (former if former is not None and not self.left(former) else None)
+        if self.queues[worker]:
+            self.in_hand[worker] = self.queues[worker].pop(0)
+            self.writes.taken(worker, self.in_hand[worker])
+
+    @rule()
+    def error(self):
+        self.writes.failed()
+        self.unknown.update(self.in_hand.values())
+        self.overflowed |= len(self.unknown) > 3
+
+    @invariant()
+    def as_in_the_queues(self):
+        for request in range(1, 7):
+            assert self.writes.returned(request) == (not self.left(request))
+            if request in self.unknown or self.overflowed:
+                assert self.writes.unknown(request)
+            else:
+                assert not self.writes.unknown(request)
+
+
+Decode.TestCase.settings = Prefill.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestDecode = Decode.TestCase
+TestPrefill = Prefill.TestCase
+
+
+def test_what_waits_too_long_or_cannot_be_known_is_quarantined_until_the_word_comes():
+    holds = Holds(patience=10)
+    writer = WRITERS[0]
+    holds.hold(1, 7, [writer], 0.0)
+    holds.hold(2, 5, [writer], 5.0)
+    assert holds.pages() == {"held": 12, "quarantined": 0}
+    assert holds.waiting(10.5) == [(1, writer), (2, writer)]
+    assert holds.pages() == {"held": 5, "quarantined": 7}
+    holds.unknown(2, writer)
+    assert holds.pages() == {"held": 0, "quarantined": 12}
+    assert holds.drained(1, writer) and holds.free(1) and not holds.free(2)
+    holds.gone(writer)
+    assert holds.release(2, 20.0) == 15.0
+    assert holds.pages() == {"held": 7, "quarantined": 0}
