@@ -20,15 +20,20 @@ METRICS = {
     "faults": ("counter", "Faults inside the guard itself; each aborted its request.", ("role", "seam")),
     "findings": ("counter", "Requests whose peer's capacity does not fit this node's.", ("role", "rule", "action")),
     "owned_when_idle": ("gauge", "What an idle scheduler still owns: more than 0 is a leak.", ("role", "kind")),
+    "held_pages": ("gauge", "KV pages of failed transfers that prefill may still write to, by state.", ("role", "state")),
+    "hold_seconds": ("histogram", "How long such pages were held.", ("role",)),
+    "late_acks": ("counter", "Words that a request's writes have ended, for a request that does not wait for them.", ("role",)),
     "dropped_refusals": ("counter", "Refusals that could not be sent to the peer.", ("role",)),
 }
 
 
 @functools.cache
 def _metric(name: str):
-    from prometheus_client import Counter, Gauge
+    from prometheus_client import Counter, Gauge, Histogram
 
     kind, text, labels = METRICS[name]
+    if kind == "histogram":
+        return Histogram(PREFIX + name, text, labels, buckets=(0.001, 0.01, 0.1, 1, 3, 10, 30, 100, 300, 1000, 3600))
     if kind == "gauge":
         return Gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
     return Counter(PREFIX + name, text, labels)
@@ -72,6 +77,19 @@ class Telemetry:
                 "pd-guard finding guard=capacity rule=%s action=%s role=%s peer=%s prefill=%s decode=%s",
                 rule, action, self.role, peer, prefill, decode,
             )  # fmt: skip
+
+    def held(self, pages: dict[str, int]) -> None:
+        for state, number in pages.items():
+            _metric("held_pages").labels(self.role, state).set(number)
+
+    def released(self, seconds: float) -> None:
+        _metric("hold_seconds").labels(self.role).observe(seconds)
+
+    def quarantined(self, room: int, writer: str) -> None:
+        logger.warning("pd-guard quarantine role=%s room=%s writer=%s", self.role, room, writer)
+
+    def late_ack(self) -> None:
+        _metric("late_acks").labels(self.role).inc()
 
     def owned_when_idle(self, owned: dict[str, int]) -> None:
         for kind, number in owned.items():

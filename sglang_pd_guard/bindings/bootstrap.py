@@ -1,6 +1,6 @@
 """Seam: the prefill's bootstrap server, in the launcher process.
 
-``GET /pd_guard`` tells decode that this prefill is guarded, and by which guards; ``POST /pd_guard`` takes decode's refusals and passes
+``GET /pd_guard`` tells decode that this prefill is guarded, by which guards, and which ranks it has now; ``POST /pd_guard`` takes decode's refusals and passes
 them to every prefill rank. Like the server's own routes it is reachable by the cluster's nodes only and trusts them.
 """
 
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from sglang_pd_guard import seal
 from sglang_pd_guard.__about__ import __version__
+from sglang_pd_guard.bindings import table
+from sglang_pd_guard.bindings.binder import effective_version
 from sglang_pd_guard.bindings.transport import ROUTE, Outbox
 from sglang_pd_guard.guards import wire
 from sglang_pd_guard.guards.admission import Endpoint, Verdict
-from sglang_pd_guard.settings import GUARDS
+from sglang_pd_guard.settings import Settings
 
 
 def setup_routes(result, server) -> None:
     from aiohttp import web
 
     outbox = Outbox()
-    settings = seal.settings_from_env()
-    description = {"pd_guard": __version__, "guards": [g for g in GUARDS if settings is None or settings.runs(g)]}
+    settings = seal.settings_from_env() or Settings()
+    description = {"pd_guard": __version__, "guards": table.guards(effective_version(settings), settings)}
 
     async def describe(request: web.Request) -> web.Response:
-        return web.json_response(description)
+        ranks = [f"{ip}:{port}" for ip, port in rank_endpoints(server.prefill_port_table)] if server._is_ready() else None
+        return web.json_response({**description, "ranks": ranks})
 
     async def refuse(request: web.Request) -> web.Response:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sglang_pd_guard.__about__ import __version__
 from sglang_pd_guard.bindings import node as nodes
-from sglang_pd_guard.bindings import receipt
+from sglang_pd_guard.bindings import receipt, release
 from sglang_pd_guard.bindings.node import Node, unguarded
 from sglang_pd_guard.guards import wire
 from sglang_pd_guard.guards.admission import Verdict
@@ -63,6 +63,11 @@ def _decode_message(node: Node, frames: list[bytes]) -> bool:
             node.telemetry.peer_refusal("received", message.room, message.verdict.status)
             receiver._pd_guard_no_writer = message.before_transfer
             node.fail_live(message.room, message.verdict)
+    elif isinstance(message, wire.Drained):
+        if message.unknown:
+            node.holds.unknown(message.nonce, message.writer)
+        elif not node.holds.drained(message.nonce, message.writer):
+            node.telemetry.late_ack()
     return True
 
 
@@ -86,6 +91,8 @@ def _prefill_message(node: Node, frames: list[bytes]) -> bool:
             node.tell_decode(message.endpoint, message.room, message.nonce, verdict, dropped)
     elif isinstance(message, wire.Refusal) and node.settings.enforcing:
         _refused_by_decode(node, message)
+    elif isinstance(message, wire.Drain):
+        release.drain(node, message)
     elif isinstance(message, wire.Wake):
         _clear_refused(node, message.room)
     return True

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import secrets
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from sglang_pd_guard.guards.admission import Admissions, Endpoint, Verdict
 from sglang_pd_guard.guards.audit import Audit
 from sglang_pd_guard.guards.capacity import Finding, Limits, compare
 from sglang_pd_guard.guards.receipt import digest
-from sglang_pd_guard.guards.wire import Hello, Refusal, Wake, encode
-from sglang_pd_guard.settings import GUARDS, Settings
+from sglang_pd_guard.guards.release import Holds, Writes
+from sglang_pd_guard.guards.wire import Drain, Drained, Hello, Refusal, Wake, encode
+from sglang_pd_guard.settings import Settings
 from sglang_pd_guard.telemetry import Telemetry
 
 #: Said to the client where the guard itself fails.
@@ -68,16 +70,21 @@ class Node:
 
     def __init__(self, role: str, settings: Settings):
         from sglang_pd_guard.__about__ import __version__
-        from sglang_pd_guard.bindings.binder import sglang_version
+        from sglang_pd_guard.bindings import table
+        from sglang_pd_guard.bindings.binder import effective_version, sglang_version
 
         self.role = role
         self.settings = settings
         self.telemetry = Telemetry(role)
         self.admissions = Admissions(on_change=self.telemetry.rooms)
         self.telemetry.start(
-            __version__, settings.mode, settings.peer, [g for g in GUARDS if settings.runs(g)], sglang_version()
+            __version__, settings.mode, settings.peer, table.guards(effective_version(settings), settings), sglang_version()
         )
         self.audit = Audit()
+        self.holds = Holds()
+        self.writes = Writes()
+        self._drain_asked: OrderedDict[int, dict[Endpoint, Drain]] = OrderedDict()
+        self._drain_lock = threading.Lock()
         self.scheduler = None
         self.manager = None
         self.incoming: object | None = None
@@ -116,7 +123,7 @@ class Node:
         """
         return getattr(self.manager, "attn_tp_rank", 0) == 0 and getattr(self.manager, "attn_cp_rank", 0) == 0
 
-    def send(self, endpoint: Endpoint, message: Hello | Refusal | Wake) -> None:
+    def send(self, endpoint: Endpoint, message: Refusal | Wake | Drained) -> None:
         if not self._outbox.send(endpoint, message):
             self.telemetry.dropped_refusal(message.room)
 
@@ -308,6 +315,51 @@ class Node:
         self._client.refuse(_bootstrap_addr(req), Refusal(req.bootstrap_room, nonce, receiver is None, verdict))
         self.telemetry.peer_refusal("sent", req.bootstrap_room, verdict.status)
 
+    # --- writes that may be under way -------------------------------------------------------------------------
+
+    @property
+    def page_size(self) -> int:
+        return self.scheduler.token_to_kv_pool_allocator.page_size
+
+    def released(self, nonce: int) -> None:
+        """decode: SGLang gives the pages of this request back now."""
+        with self.shield("release"):
+            self.telemetry.released(self.holds.release(nonce, time.monotonic()))
+
+    def look_for_gone(self, bootstrap_addr: str, writers: list[Endpoint]) -> None:
+        """decode: a prefill that has started anew at this address has other ranks; the process behind a former one is gone."""
+
+        def compare(ranks: frozenset[Endpoint]) -> None:
+            for writer in set(writers) - ranks:
+                self.holds.gone(writer)
+
+        self._client.check_ranks(bootstrap_addr, compare)
+
+    def write_key(self, room: int) -> int:
+        """prefill: names the request that owns `room` in the ledger of writes: by its nonce, which decode knows as well."""
+        key = self.admissions.nonce(room) or -1 - room
+        with self._live_lock:
+            sender = self._live.get(room)
+        if sender is not None:
+            sender._pd_guard_request = key
+        return key
+
+    def drain_asked(self, message: Drain) -> None:
+        with self._drain_lock:
+            self._drain_asked.setdefault(message.nonce, {})[message.endpoint] = message
+            while len(self._drain_asked) > 65536:
+                self._drain_asked.popitem(last=False)  # it will be asked again
+
+    def answer_drained(self, nonce: int) -> None:
+        """prefill: tells each decode rank that asked, once the last write of request `nonce` has returned here."""
+        if not self.writes.returned(nonce):
+            return
+        with self._drain_lock:
+            asked = self._drain_asked.pop(nonce, {})
+        for endpoint, drain in asked.items():
+            unknown = self.writes.unknown(nonce)
+            self.send(endpoint, Drained(drain.room, nonce, drain.writer_ip, drain.writer_port, unknown))
+
     # --- decode: knowing the prefill --------------------------------------------------------------------------
 
     def introduce(self, receiver) -> None:
@@ -328,6 +380,7 @@ class Node:
             endpoint = (str(info["rank_ip"]), int(info["rank_port"]))
             guards = self._guards_of(endpoint, receiver.bootstrap_addr)
             receiver._pd_guard_receipts = guards is not None and "receipt" in guards
+            receiver._pd_guard_drains = guards is not None and "release" in guards
             if guards is None:
                 self._unguarded_prefill(receiver)
                 return

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from sglang_pd_guard.settings import GUARDS, Settings
+
 #: SGLang releases the guard is tested on, oldest first, with what is promised there.
 SUPPORTED = {
     "0.5.12.post1": "admission",
@@ -381,6 +383,81 @@ SEAMS: tuple[Seam, ...] = (
         upstream="-",
         retire="SGLang's abort names the request",
     ),
+    # --- the schedulers: release ----------------------------------------------------------------------------
+    Seam(
+        target=_DECODE + "DecodeTransferQueue._poll_with_metadata_gate",
+        hook="release:transfer_polls",
+        process="scheduler",
+        role="decode",
+        guard="release",
+        signature=("self",),
+        since="0.5.15",
+        why="a failed transfer goes on as far as SGLang can see, until prefill has said that its writes ended",
+        upstream="#24578, #27372, #32564, #37077",
+        retire="SGLang holds the pages of every failed transfer until it is acknowledged, and never frees them on a timer",
+    ),
+    Seam(
+        target=_DECODE + "DecodeTransferQueue._poll_with_staging",
+        hook="release:transfer_polls",
+        process="scheduler",
+        role="decode",
+        guard="release",
+        signature=("self",),
+        since="0.5.15",
+        why="the same with staging buffers",
+        upstream="#24578, #27372, #32564, #37077",
+        retire="SGLang holds the pages of every failed transfer until it is acknowledged, and never frees them on a timer",
+    ),
+    Seam(
+        target=_SRT + "disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group",
+        hook="release:sender_polls",
+        process="scheduler",
+        role="prefill",
+        guard="release",
+        signature=("pollers", "attn_cp_cpu_group", "attn_tp_cpu_group"),
+        since="0.5.15",
+        why="the source pages of a failed transfer stay until this node's own writes have returned",
+        upstream="-",
+        retire="SGLang does",
+    ),
+    Seam(
+        target=_SRT + "disaggregation.common.utils.FastQueue.put",
+        hook="release:queue_put",
+        process="scheduler",
+        role="prefill",
+        guard="release",
+        signature=("self", "item"),
+        since="0.5.15",
+        why="counts a chunk from when it is queued",
+        upstream="#24578, #27372, #32564, #37077",
+        retire="SGLang counts writes per request from when they are queued",
+    ),
+    Seam(
+        target=_SRT + "disaggregation.common.utils.FastQueue.get",
+        hook="release:queue_get",
+        process="scheduler",
+        role="prefill",
+        guard="release",
+        signature=("self",),
+        since="0.5.15",
+        why="until its worker asks for the next one",
+        upstream="#24578, #27372, #32564, #37077",
+        retire="SGLang counts writes per request from when they are queued",
+    ),
+    Seam(
+        target=_SRT
+        + "distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_transfer_sync",
+        hook="release:batch_transfer_sync",
+        process="scheduler",
+        role="prefill",
+        guard="release",
+        signature=("self", "session_id", "buffers", "peer_buffer_addresses", "lengths"),
+        kind=AFTER,
+        since="0.5.15",
+        why="a write that returns an error may still have parts under way",
+        upstream="#24578, #27372, #32564, #37077",
+        retire="with the queue",
+    ),
     # --- the schedulers: audit ------------------------------------------------------------------------------
     Seam(
         target=_SRT + "managers.scheduler.Scheduler.on_idle",
@@ -412,3 +489,10 @@ def seams(version: str, process: str, role: str | None = None, disable: frozense
         and (role is None or seam.role in ("both", role))
         and seam.guard not in disable
     ]
+
+
+def guards(version: str, settings: Settings) -> list[str]:
+    """The guards that run on `version` with these settings, in order; the release guard needs seams that old versions lack."""
+    seamed = {seam.guard for seam in SEAMS}
+    here = {seam.guard for seam in SEAMS if seam.applies(version)}
+    return [guard for guard in GUARDS if settings.runs(guard) and (guard in here or guard not in seamed)]

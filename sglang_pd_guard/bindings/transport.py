@@ -92,6 +92,23 @@ class BootstrapClient:
             self._unguarded_until.popitem(last=False)
         return None
 
+    def check_ranks(self, bootstrap_addr: str, on_answer: Callable[[frozenset[Endpoint]], None]) -> None:
+        """Asks in the background which ranks the prefill at this address has now; calls `on_answer` only if it is complete."""
+        if self._pending.acquire(blocking=False):
+            self._pool.submit(self._ranks, bootstrap_addr, on_answer)
+
+    def _ranks(self, bootstrap_addr: str, on_answer: Callable[[frozenset[Endpoint]], None]) -> None:
+        import requests
+
+        try:
+            ranks = requests.get(f"http://{bootstrap_addr}{ROUTE}", timeout=self._TIMEOUT_S).json()["ranks"]
+            if ranks:
+                on_answer(frozenset((ip, int(port)) for ip, _, port in (rank.rpartition(":") for rank in ranks)))
+        except (requests.RequestException, ValueError, TypeError, KeyError):
+            pass  # nothing learnt
+        finally:
+            self._pending.release()
+
     def refuse(self, bootstrap_addr: str, refusal: wire.Refusal) -> None:
         """Delivers a refusal in the background. An unguarded prefill has no such route: nothing happens there."""
         self._post(f"http://{bootstrap_addr}{ROUTE}", dataclasses.asdict(refusal), refusal.room)

@@ -387,6 +387,15 @@ class Admissions:
             asked = self._asked.get(room)
             return asked is not None and nonce in asked.nonces(*_Of).values()
 
+    def withdraw(self, room: int, endpoint: Endpoint, nonce: int) -> bool:
+        """A decode rank gives up a request that prefill has not admitted yet. False where that is not so."""
+        with self._locked():
+            asked = self._asked.get(room)
+            if asked is None or asked.hellos.get(endpoint, (0, 0, None))[::2] != (nonce, _Of.NEXT):
+                return False
+            del asked.hellos[endpoint]
+            return True
+
     def nonce(self, room: int) -> int:
         """The nonce of the newest introduction of `room`; 0 where there is none."""
         with self._locked():

@@ -85,8 +85,54 @@ class Wake:
     kind = b"WAKE"
 
 
-Message = Hello | Refusal | Wake
-_KINDS: dict[bytes, type] = {cls.kind: cls for cls in (Hello, Refusal, Wake)}
+@dataclasses.dataclass(frozen=True)
+class Drain:
+    """decode to prefill: this request has failed, write no more to its pages, and say when the last write has ended.
+
+    Args:
+        room, nonce: the request, as its `Hello` named it.
+        ip, port: the decode rank's control socket.
+        writer_ip, writer_port: the prefill rank that is asked, as decode knows it.
+    """
+
+    room: int
+    nonce: int
+    ip: str
+    port: int
+    writer_ip: str
+    writer_port: int
+
+    kind = b"DRAIN"
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        return self.ip, self.port
+
+
+@dataclasses.dataclass(frozen=True)
+class Drained:
+    """prefill to decode, the answer.
+
+    Args:
+        nonce, writer_ip, writer_port: as they were asked.
+        unknown: a write failed in a way that leaves open whether parts of it still arrive.
+    """
+
+    room: int
+    nonce: int
+    writer_ip: str
+    writer_port: int
+    unknown: bool
+
+    kind = b"DRAINED"
+
+    @property
+    def writer(self) -> tuple[str, int]:
+        return self.writer_ip, self.writer_port
+
+
+Message = Hello | Refusal | Wake | Drain | Drained
+_KINDS: dict[bytes, type] = {cls.kind: cls for cls in (Hello, Refusal, Wake, Drain, Drained)}
 
 
 def encode(message: Message) -> list[bytes]:
@@ -111,12 +157,12 @@ def decode(frames: list[bytes]) -> Message | None:
         message = cls(**body)
     except (ValueError, TypeError, KeyError):
         return None
-    ints = ("room", "nonce", "port", "longest", "prompt")
+    ints = ("room", "nonce", "port", "longest", "prompt", "writer_port")
     if any(type(body[name]) is not int for name in ints if name in body):
         return None
-    if any(type(body[name]) is not str for name in ("ip", "mode") if name in body):
+    if any(type(body[name]) is not str for name in ("ip", "mode", "writer_ip") if name in body):
         return None
-    if any(type(body[name]) is not bool for name in ("drains", "before_transfer", "truncates") if name in body):
+    if any(type(body[name]) is not bool for name in ("drains", "before_transfer", "truncates", "unknown") if name in body):
         return None
     return message
 

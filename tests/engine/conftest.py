@@ -2,8 +2,10 @@
 
 A test asks for the fixture ``clusters`` and calls it: ``cluster = clusters(version, guard=True, ...)`` with the options
 of ``pd_rig.cluster.Cluster``. One cluster runs at a time. It is kept for the next test that asks for the same, so a
-test leaves it idle, or says ``fresh=True`` to get one that no other test has used or will use. A test that asks for
-the fixture ``version`` runs once for every version.
+test leaves it idle, or says ``fresh=True`` to get one that no other test has used or will use.
+
+A test that asks for the fixture ``version`` and names none runs on the versions of ``CORE``; with the mark ``each``, and
+all of them with ``--every-version``, on every version that the rig has. The mark ``versions`` narrows that to a range.
 """
 
 from __future__ import annotations
@@ -18,6 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rig"))
 from pd_rig.home import VERSIONS, RigError, versions, why_missing
 
 _HERE = Path(__file__).parent
+
+#: The oldest that is supported, the last that leaks, the newest.
+CORE = ("0.5.12.post1", "0.5.19", "0.5.23")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-version", action="store_true", help="run each engine test on every SGLang version of the rig")
 
 
 class ClusterPool:
@@ -71,9 +80,19 @@ def clusters(_cluster_pool):
     return _cluster_pool
 
 
-@pytest.fixture(scope="session", params=versions())
+def pytest_generate_tests(metafunc):
+    named = any("version" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if "version" in metafunc.fixturenames and not named:
+        every = metafunc.config.getoption("every_version") or metafunc.definition.get_closest_marker("each")
+        span = metafunc.definition.get_closest_marker("versions")
+        first, last = map(VERSIONS.index, span.args if span else (VERSIONS[0], VERSIONS[-1]))
+        params = [v for v in versions() if (every or v in CORE) and first <= VERSIONS.index(v) <= last]
+        metafunc.parametrize("version", params, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def version(request):
-    """Every SGLang version in turn; skips those that are not in the rig environment."""
+    """One SGLang version of several; skips one that is not in the rig environment."""
     if reason := why_missing(request.param):
         pytest.skip(reason)
     return request.param

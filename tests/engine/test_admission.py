@@ -47,6 +47,7 @@ def exact(cluster, prompt: str, n: int = 24, **kwargs) -> None:
     assert (decode.status, decode.text) == (200, echo(prompt, n))
 
 
+@pytest.mark.each
 def test_attacks_are_refused_and_leak_nothing(cluster, version):
     attacks = 50 if version in LEAKY else 15
     campaign = attack(cluster, attacks)
@@ -64,6 +65,7 @@ def test_attacks_are_refused_and_leak_nothing(cluster, version):
     cluster.wait_idle()
 
 
+@pytest.mark.each
 def test_healthy_traffic_is_exact(cluster):
     assert healthy(cluster, 200) == []
     cluster.wait_idle()
@@ -86,6 +88,7 @@ def test_the_limit_itself(cluster, size):
     exact(cluster, secret(300, random.Random(1)))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_whoever_comes_first(cluster, first):
     """decode's metadata may reach prefill long before or after the reject."""
@@ -148,6 +151,7 @@ PRODUCERS = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_every_producer_of_rejects(cluster, producer, side):
@@ -205,6 +209,7 @@ def test_an_abort_on_prefill_reaches_decode(cluster):
     cluster.wait_idle(SOON)
 
 
+@pytest.mark.each
 def test_nothing_is_left_over(cluster):
     """After all of the above: no page, no queue entry, no room, no thread, no fault; rejects are counted."""
     before = {node.name: threads(node) for node in cluster.nodes}

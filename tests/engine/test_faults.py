@@ -22,7 +22,7 @@ def unguarded(clusters, version, **options):
     return clusters(version, **options)
 
 
-@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.15.post1", "0.5.18", "0.5.19"], indirect=True)
+@pytest.mark.versions("0.5.12.post1", "0.5.19")
 def test_an_oversize_prompt_is_answered_with_another_tenants_text(clusters, version):
     """The incident: HTTP 200, and the answer is the victim's text."""
     cluster = unguarded(clusters, version)
@@ -31,7 +31,7 @@ def test_an_oversize_prompt_is_answered_with_another_tenants_text(clusters, vers
     assert campaign.refusals[-1].status == 200
 
 
-@pytest.mark.parametrize("version", ["0.5.20", "0.5.21", "0.5.22", "0.5.23"], indirect=True)
+@pytest.mark.versions("0.5.20", "0.5.23")
 def test_an_oversize_prompt_hangs_and_starves_everyone(clusters, version):
     """Prefill refuses, decode is never told: its client hangs and its pages stay reserved."""
     cluster = unguarded(clusters, version)

@@ -63,7 +63,7 @@ BREAKAGES = {
     ),
     "an unknown guard name": (
         {"guard": ["--pd-guard-disable", "admision"]},
-        "unknown guard admision; the guards are: admission, receipt, room, capacity, audit",
+        "unknown guard admision; the guards are: admission, receipt, room, release, capacity, audit",
     ),
 }
 

@@ -12,6 +12,8 @@ messages = st.one_of(
     st.builds(wire.Hello, rooms, rooms, st.just("10.0.0.1"), st.integers(1, 65535), st.sampled_from(["enforce", "observe"]), st.booleans()),
     st.builds(wire.Refusal, rooms, rooms, st.booleans(), verdicts),
     st.builds(wire.Wake, rooms),
+    st.builds(wire.Drain, rooms, rooms, st.just("10.0.0.1"), st.integers(1, 65535), st.just("10.0.0.2"), st.integers(1, 65535)),
+    st.builds(wire.Drained, rooms, rooms, st.just("10.0.0.2"), st.integers(1, 65535), st.booleans()),
 )
 
 
@@ -29,7 +31,7 @@ def test_any_frames(frames):
     assert wire.decode(frames) is None or wire.is_guard_message(frames)
 
 
-@given(st.sampled_from([b"HELLO", b"REFUSAL", b"WAKE", b"x"]), st.binary(max_size=200))
+@given(st.sampled_from([b"HELLO", b"REFUSAL", b"WAKE", b"DRAIN", b"DRAINED", b"x"]), st.binary(max_size=200))
 def test_any_body(kind, body):
     wire.decode([wire.TAG, kind, body])
 

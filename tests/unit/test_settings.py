@@ -55,7 +55,7 @@ def test_a_guard_flag_alone_is_refused():
     [
         (lambda: Settings(mode="maybe"), "mode must be one of enforce, observe"),
         (lambda: Settings(peer="never"), "peer must be one of require, prefer"),
-        (lambda: Settings(disable=frozenset({"admision"})), "unknown guard admision; the guards are: admission, receipt, room, capacity, audit"),
+        (lambda: Settings(disable=frozenset({"admision"})), "unknown guard admision; the guards are: admission, receipt, room, release, capacity, audit"),
         (lambda: Settings.from_env({"SGLANG_PD_GUARD": "perhaps"}), "SGLANG_PD_GUARD must be 1 or 0"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_pd_guard.bindings import table
-from sglang_pd_guard.settings import GUARDS
+from sglang_pd_guard.settings import GUARDS, Settings
 
 
 def test_targets_are_unique_and_rows_complete():
@@ -63,3 +63,9 @@ def test_disabling_leaves_the_core():
     assert "receipt" not in {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset({"receipt"}))}
     prefill = {s.hook for s in table.seams("0.5.23", "scheduler", "prefill")}
     assert "admission:prefill_door" in prefill and "admission:decode_door" not in prefill
+
+
+def test_what_a_version_lacks_is_not_promised():
+    assert table.guards("0.5.23", Settings()) == list(GUARDS)
+    assert "release" not in table.guards("0.5.12.post1", Settings())
+    assert table.guards("0.5.23", Settings(disable=frozenset({"room", "release"}))) == ["admission", "receipt", "capacity", "audit"]

@@ -35,7 +35,10 @@ def control(name: str) -> list[str] | None:
 
 @fault
 def slow_write() -> None:
-    """Delay the transfer engine's writes. Control file: ``SECONDS [MIN_BYTES]``, smaller writes are not delayed."""
+    """Delay the transfer engine's writes. Control file: ``SECONDS [MIN_BYTES]``, smaller writes are not delayed.
+
+    A delay ends when the file goes.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def batch_transfer_sync(
@@ -45,7 +48,9 @@ def slow_write() -> None:
         size = sum(lengths)
         if words and size >= (int(words[1]) if len(words) > 1 else 0):
             logger.warning("slow_write: %d bytes to %s wait %s s", size, session_id, words[0])
-            time.sleep(float(words[0]))
+            end = time.monotonic() + float(words[0])
+            while time.monotonic() < end and control("slow_write"):
+                time.sleep(0.01)
             logger.warning("slow_write: %d bytes to %s go now", size, session_id)
         return original(self, session_id, buffers, peer_buffer_addresses, lengths, *args, **kwargs)
 

@@ -1,0 +1,191 @@
+"""Seams of the release guard: what belongs to a failed transfer is given back once no write to it can be under way.
+
+decode shows SGLang a failed transfer as one that still runs until every prefill rank has said that its writes ended, so
+pages, request slot, metadata slot and room stay where they are; prefill does the same with its source pages until its own
+writes have returned. The client is answered at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from sglang_pd_guard.bindings import node as nodes
+from sglang_pd_guard.bindings.admission import guarded_room
+from sglang_pd_guard.bindings.node import Node, verdict_of
+from sglang_pd_guard.guards.admission import Endpoint, Verdict
+from sglang_pd_guard.guards.wire import Drain, encode
+
+#: Seconds between two questions to a prefill rank that has not answered.
+_ASK_EVERY_S = 1.0
+
+#: Said on prefill, where nobody waits for an answer as a rule, to a request that decode has given up.
+GIVEN_UP = Verdict(500, "The decode node has given this request up.")
+
+
+def _all(flags: list[bool], *groups) -> list[bool]:
+    """Each flag only where all ranks of the groups have it. Every rank passes flags of the same length."""
+    import torch
+    from torch import distributed
+
+    if not any(group is not None and distributed.get_world_size(group) > 1 for group in groups):
+        return flags
+    agreed = torch.tensor(flags, dtype=torch.uint8)
+    for group in groups:
+        distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN, group=group)
+    return agreed.bool().tolist()
+
+
+def _answer(scheduler, req, reason: str) -> None:
+    """Tells the client of a failed request now; SGLang will do so once more when it ends, which no client sees."""
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    if getattr(req, "finished_output", None):
+        return
+    prepare_abort(req, reason, status_code=500)
+    req._pd_guard_verdict = verdict_of(req)
+    getattr(scheduler, "output_streamer", scheduler).stream_output([req], req.return_logprob)
+
+
+def _reason(manager, room: int) -> str:
+    return manager.failure_records.get(room) or "The KV transfer failed."
+
+
+# --- decode -------------------------------------------------------------------------------------------------------
+
+
+def transfer_polls(original, queue, *args, **kwargs):
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    polls = original(queue, *args, **kwargs)
+    node = nodes.current()
+    failed = [i for i, poll in enumerate(polls) if poll == int(KVPoll.Failed) and _is_held(queue.queue[i])]
+    if not failed or not node.settings.enforcing:  # alike on all ranks
+        return polls
+    free = []
+    for i in failed:
+        entry, is_free = queue.queue[i], False  # a fault inside the guard: nothing is given back
+        with node.shield("release", entry.req):
+            is_free = _hold(node, entry)
+        free.append(is_free)
+    for i, is_free in zip(failed, _all(free, queue.gloo_group), strict=True):
+        if is_free:
+            receiver = queue.queue[i].kv_receiver
+            receiver._pd_guard_no_writer = True
+            node.released(receiver._pd_guard_nonce)
+        else:
+            polls[i] = int(KVPoll.Transferring)
+    with node.shield("release"):
+        node.telemetry.held(node.holds.pages())
+    return polls
+
+
+def _is_held(entry) -> bool:
+    """Whether the guard decides when this entry's pages are given back. Alike on all ranks."""
+    return guarded_room(entry.req) is not None and getattr(entry.kv_receiver, "_pd_guard_drains", False)
+
+
+def _hold(node: Node, entry) -> bool:
+    """Returns whether no prefill rank writes to this failed request's pages any more; asks those that have not said so."""
+    req, receiver, now = entry.req, entry.kv_receiver, time.monotonic()
+    writers = {_endpoint(info): info for info in receiver.bootstrap_infos}
+    tokens = len(req.origin_input_ids)
+    node.holds.hold(receiver._pd_guard_nonce, -(-tokens // node.page_size), writers, now)
+    _answer(node.scheduler, req, _reason(node.manager, req.bootstrap_room))
+    if node.holds.free(receiver._pd_guard_nonce):
+        return True
+    if now - getattr(receiver, "_pd_guard_asked", float("-inf")) > _ASK_EVERY_S:
+        receiver._pd_guard_asked = now
+        missing = [writer for nonce, writer in node.holds.waiting(now) if nonce == receiver._pd_guard_nonce]
+        for writer in missing:
+            _ask(node, receiver, writers[writer], writer)
+        node.look_for_gone(receiver.bootstrap_addr, missing)
+    return False
+
+
+def _endpoint(info) -> Endpoint:
+    return str(info["rank_ip"]), int(info["rank_port"])
+
+
+def _ask(node: Node, receiver, info, writer: Endpoint) -> None:
+    """On SGLang's own socket: the question cannot overtake the metadata that tells prefill where to write."""
+    import zmq
+
+    ip, port = node.own_endpoint
+    socket, lock = type(receiver)._connect_to_bootstrap_server(info)
+    with lock:
+        message = encode(Drain(receiver.bootstrap_room, receiver._pd_guard_nonce, ip, port, *writer))
+        with contextlib.suppress(zmq.Again):  # its queue is full since it does not read; it is asked again
+            socket.send_multipart(message, flags=zmq.NOBLOCK)
+
+
+# --- prefill ------------------------------------------------------------------------------------------------------
+
+
+def queue_put(original, queue, chunk):
+    node = nodes.current()
+    with node.shield("queue_put", room=getattr(chunk, "room", None)):
+        if hasattr(chunk, "room"):
+            chunk._pd_guard_request = node.write_key(chunk.room)
+            node.writes.queued(chunk._pd_guard_request)
+    return original(queue, chunk)
+
+
+def queue_get(original, queue):
+    node = nodes.current()
+    worker = threading.get_ident()
+    with node.shield("queue_get"):
+        ended = node.writes.finished(worker)
+        if ended is not None:
+            node.answer_drained(ended)
+    chunk = original(queue)
+    request = getattr(chunk, "_pd_guard_request", None)
+    if request is not None:
+        node.writes.taken(worker, request)
+    return chunk
+
+
+def batch_transfer_sync(result, *args, **kwargs) -> None:
+    if result < 0:
+        nodes.current().writes.failed()
+
+
+def sender_polls(original, pollers, *groups, **kwargs):
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    polls = original(pollers, *groups, **kwargs)
+    node = nodes.current()
+    failed = [i for i, poll in enumerate(polls) if poll == int(KVPoll.Failed)]
+    if not failed or node.role != "prefill" or not node.settings.enforcing:
+        return polls
+    returned = [node.writes.returned(getattr(pollers[i], "_pd_guard_request", None)) for i in failed]
+    held = [i for i, done in zip(failed, _all(returned, *groups, *kwargs.values()), strict=True) if not done]
+    waiting = {id(req.disagg_kv_sender): req for req in node.scheduler.disagg_prefill_inflight_queue} if held else {}
+    for i in held:
+        polls[i] = int(KVPoll.Transferring)
+        req = waiting.get(id(pollers[i]))
+        if req is not None:
+            with node.shield("release", req):
+                _answer(node.scheduler, req, _reason(node.manager, req.bootstrap_room))
+    return polls
+
+
+def drain(node: Node, message: Drain) -> None:
+    """prefill: decode has given a request up and asks when the last write for it has ended."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    room, manager = message.room, node.manager
+    sender = node.live(room)
+    if sender is not None and node.admissions.asked_with(room, message.nonce):
+        node.admissions.peer_refused(room, GIVEN_UP)
+        manager.record_failure(room, GIVEN_UP.message)
+        manager.update_status(room, KVPoll.Failed)  # on every rank: each is asked, and none may start another chunk
+    elif sender is None and node.admissions.withdraw(room, message.endpoint, message.nonce):
+        # It has not been admitted yet. Only this thread stores metadata, so none slips in.
+        node.admissions.peer_refused(room, GIVEN_UP)
+        manager.transfer_infos.pop(room, None)
+        getattr(manager, "req_to_decode_prefix_len", {}).pop(room, None)
+        manager.request_status.pop(room, None)
+    node.drain_asked(message)
+    node.answer_drained(message.nonce)
