@@ -77,9 +77,9 @@ class Node:
         self.settings = settings
         self.telemetry = Telemetry(role)
         self.admissions = Admissions(on_change=self.telemetry.rooms)
-        self.telemetry.start(
-            __version__, settings.mode, settings.peer, table.guards(effective_version(settings), settings), sglang_version()
-        )
+        guards = table.guards(effective_version(settings), settings)
+        self._holds_failed = "release" in guards and settings.enforcing
+        self.telemetry.start(__version__, settings.mode, settings.peer, guards, sglang_version())
         self.audit = Audit()
         self.holds = Holds()
         self.writes = Writes()
@@ -372,10 +372,6 @@ class Node:
         receiver._pd_guard_nonce, prompt = self._named.pop(room, None) or (secrets.randbits(63) | 1, 0)
         ip, port = self.own_endpoint
         limits = self.limits()
-        hello = Hello(
-            room, receiver._pd_guard_nonce, ip, port, self.settings.mode, self._drains,
-            limits.longest, limits.truncates, prompt,
-        )  # fmt: skip
         for info in infos:
             endpoint = (str(info["rank_ip"]), int(info["rank_port"]))
             guards = self._guards_of(endpoint, receiver.bootstrap_addr)
@@ -384,6 +380,11 @@ class Node:
             if guards is None:
                 self._unguarded_prefill(receiver)
                 return
+            drains = self._drains or (self._holds_failed and receiver._pd_guard_drains)
+            hello = Hello(
+                room, receiver._pd_guard_nonce, ip, port, self.settings.mode, drains,
+                limits.longest, limits.truncates, prompt,
+            )  # fmt: skip
             # SGLang's own socket: the introduction arrives ahead of the metadata that follows on it.
             socket, lock = type(receiver)._connect_to_bootstrap_server(info)
             with lock:
@@ -460,8 +461,8 @@ class Node:
 
 
 def _drains(manager, settings: Settings) -> bool:
-    """Whether this decode holds the pages of any failed transfer until the writes have drained: SGLang 0.5.21 and later,
-    unless switched off."""
+    """Whether SGLang itself holds the pages of any failed transfer on this decode until the writes have drained: 0.5.21 and
+    later, unless switched off."""
     from sglang_pd_guard.bindings.binder import effective_version
     from sglang_pd_guard.bindings.table import order
 

@@ -5,7 +5,8 @@ of ``pd_rig.cluster.Cluster``. One cluster runs at a time. It is kept for the ne
 test leaves it idle, or says ``fresh=True`` to get one that no other test has used or will use.
 
 A test that asks for the fixture ``version`` and names none runs on the versions of ``CORE``; with the mark ``each``, and
-all of them with ``--every-version``, on every version that the rig has. The mark ``versions`` narrows that to a range.
+all of them with ``--full``, on every version that the rig has. The mark ``versions`` narrows that to a range. Tests with the mark
+``full`` run with ``--full`` only.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pd_rig.home import VERSIONS, RigError, versions, why_missing
 
 _HERE = Path(__file__).parent
 
-#: The oldest that is supported, the last that leaks, the newest.
-CORE = ("0.5.12.post1", "0.5.19", "0.5.23")
+#: The oldest that is supported and the newest.
+CORE = ("0.5.12.post1", "0.5.23")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-version", action="store_true", help="run each engine test on every SGLang version of the rig")
+    parser.addoption("--full", action="store_true", help="run each engine test on every SGLang version of the rig, and all variants")
 
 
 class ClusterPool:
@@ -83,7 +84,7 @@ def clusters(_cluster_pool):
 def pytest_generate_tests(metafunc):
     named = any("version" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
     if "version" in metafunc.fixturenames and not named:
-        every = metafunc.config.getoption("every_version") or metafunc.definition.get_closest_marker("each")
+        every = metafunc.config.getoption("full") or metafunc.definition.get_closest_marker("each")
         span = metafunc.definition.get_closest_marker("versions")
         first, last = map(VERSIONS.index, span.args if span else (VERSIONS[0], VERSIONS[-1]))
         params = [v for v in versions() if (every or v in CORE) and first <= VERSIONS.index(v) <= last]
@@ -110,8 +111,13 @@ def rig_version():
 _POOL: pytest.StashKey[ClusterPool] = pytest.StashKey()
 
 
-def pytest_collection_modifyitems(items):
-    """Group this folder's tests by SGLang version, so that each version's cluster starts once, not once a module."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out what only ``--full`` runs. Group this folder's tests by SGLang version, so that each version's cluster starts once, not once a module."""
+
+    if not config.getoption("full"):
+        out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if item not in out]
+        config.hook.pytest_deselected(items=out)
 
     def place(item) -> int:
         version = item.callspec.params.get("version") if hasattr(item, "callspec") else None

@@ -43,6 +43,7 @@ def test_a_decode_that_admits_more_than_prefill_holds_is_not_served(clusters, ve
     ],
     ids=["observed", "equal-pools"],
 )
+@pytest.mark.full
 def test_it_is_served_where_that_is_allowed_or_fits(clusters, version, options):
     cluster = on(clusters, version, **options)
     prompt = secret(300, random.Random(2))

@@ -47,7 +47,7 @@ def test_an_oversize_prompt_hangs_and_starves_everyone(clusters, version):
         thread.join()
 
 
-@pytest.mark.parametrize("version", ["0.5.19", "0.5.23"], indirect=True)
+@pytest.mark.parametrize("version", [pytest.param("0.5.19", marks=pytest.mark.full), "0.5.23"], indirect=True)
 def test_a_prompt_of_nearly_the_pools_size_blocks_prefill(clusters, version):
     """SGLang admits it, never schedules it, and schedules nobody behind it."""
     cluster = unguarded(clusters, version)
@@ -59,6 +59,7 @@ def test_a_prompt_of_nearly_the_pools_size_blocks_prefill(clusters, version):
     stuck.join()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
 def test_an_unknown_session_ends_the_decode_server(clusters, version):
     """One request of any client, and the scheduler process dies."""

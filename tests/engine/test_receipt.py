@@ -115,6 +115,7 @@ def test_a_prompt_truncated_on_one_side_only(clusters, version):
     exact(cluster, 1500, random.Random(4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", ["0.5.18"], indirect=True)
 def test_a_peer_that_writes_no_receipt(clusters, version):
     """Guarded, but without this guard: refused under require, served and counted under prefer."""

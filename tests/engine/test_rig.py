@@ -55,6 +55,7 @@ def test_the_product_is_not_loaded_unasked(clusters, version):
         assert "pd_guard" not in node.metrics()
 
 
+@pytest.mark.full
 def test_two_prefills_a_slow_write_and_a_dead_node(clusters, rig_version):
     cluster = clusters(rig_version, fresh=True, prefills=2, env={"PD_RIG_FAULT": "slow_write"})
     prompt = text("tenant", 1000)

@@ -13,24 +13,25 @@ from pd_rig.traffic import SOON, attack, healthy, secret
 
 pytestmark = pytest.mark.engine
 
+SMALL_CHUNKS = {"overlap": True, "common_args": ["--chunked-prefill-size", "512"]}
+OPTIMISTIC = {"prefill_args": ["--optimistic-prefill-attempts", "2"]}
+ENVIRONMENT = {
+    "SGLANG_PLUGINS": None,
+    "SGLANG_PD_GUARD": "1",
+    "SGLANG_PD_GUARD_PEER": "require",
+    "SGLANG_PD_GUARD_ALLOW_CAPACITY_MISMATCH": "1",
+}
+full = pytest.mark.full
 VARIANTS = [
-    ("0.5.19", {"overlap": True, "common_args": ["--chunked-prefill-size", "512"]}),
-    ("0.5.23", {"overlap": True, "common_args": ["--chunked-prefill-size", "512"]}),
-    ("0.5.19", {"common_args": ["--chunked-prefill-size", "-1"]}),
-    ("0.5.19", {"prefill_args": ["--optimistic-prefill-attempts", "2"]}),
-    ("0.5.23", {"prefill_args": ["--optimistic-prefill-attempts", "2"]}),
-    ("0.5.20", {"common_args": ["--disable-radix-cache"]}),
-    ("0.5.22", {"entry": ("-c", "from sglang.cli.main import main; main()", "serve")}),
-    (
-        "0.5.23",
-        {"guard": False, "env": {"SGLANG_PLUGINS": None, "SGLANG_PD_GUARD": "1", "SGLANG_PD_GUARD_PEER": "require",
-                                "SGLANG_PD_GUARD_ALLOW_CAPACITY_MISMATCH": "1"}},
-    ),
+    pytest.param("0.5.19", SMALL_CHUNKS, id="overlap-small-chunks", marks=full),
+    pytest.param("0.5.23", SMALL_CHUNKS, id="overlap-small-chunks"),
+    pytest.param("0.5.19", {"common_args": ["--chunked-prefill-size", "-1"]}, id="no-chunks", marks=full),
+    pytest.param("0.5.19", OPTIMISTIC, id="optimistic", marks=full),
+    pytest.param("0.5.23", OPTIMISTIC, id="optimistic"),
+    pytest.param("0.5.20", {"common_args": ["--disable-radix-cache"]}, id="no-prefix-cache", marks=full),
+    pytest.param("0.5.22", {"entry": ("-c", "from sglang.cli.main import main; main()", "serve")}, id="sglang-serve"),
+    pytest.param("0.5.23", {"guard": False, "env": ENVIRONMENT}, id="environment"),
 ]
-NAMES = [
-    "overlap-small-chunks", "overlap-small-chunks", "no-chunks", "optimistic", "optimistic", "no-prefix-cache",
-    "sglang-serve", "environment",
-]  # fmt: skip
 
 
 def guarded(clusters, version, **options):
@@ -52,7 +53,7 @@ def check(cluster, attacks: int = 8, requests: int = 24, within: float = SOON) -
         assert "pd-guard fault" not in node.log_text()
 
 
-@pytest.mark.parametrize(("version", "options"), VARIANTS, indirect=["version"], ids=NAMES)
+@pytest.mark.parametrize(("version", "options"), VARIANTS, indirect=["version"])
 def test_variant(clusters, version, options):
     """Attacks are refused, each node's refusals reach the other, healthy traffic is untouched."""
     cluster = guarded(clusters, version, **options)

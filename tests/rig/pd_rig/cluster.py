@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -66,6 +67,10 @@ class NodeHandle(ServerProcess):
         reply.raise_for_status()
         (load,) = reply.json()["loads"]
         return load
+
+    def used_pages(self) -> int:
+        """Pages of this node's pool that are not free."""
+        return -(-int(self.load()["num_used_tokens"]) // self.page_size)
 
     def metrics(self) -> str:
         """The text of ``/metrics``."""
@@ -185,6 +190,26 @@ class Cluster:
     def wait_healthy(self, node: NodeHandle) -> None:
         """Wait until this node's ``/health`` says 200; raise RigError if it ends before."""
         self._wait_for(lambda: self._healthy(node), f"{node.name} to be healthy", time.monotonic() + self._start_timeout)
+
+    def kill(self, node: NodeHandle) -> None:
+        """End this node with everything it has started, at once and without warning."""
+        node.signal(signal.SIGKILL)
+        node.wait(10)
+        self.servers.remove(node)
+
+    def restart(self, node: NodeHandle) -> NodeHandle:
+        """Start a killed node again, on the same ports; returns when it is healthy."""
+        log = node.log.with_name(f"{node.log.stem}-again.log")
+        new = NodeHandle(
+            node.name, node.port, node.bootstrap_port, node.page_size, command=node.command, env=node.env, log=log
+        )
+        self.servers.append(new)
+        if node is self.decode:
+            self.decode = new
+        else:
+            self.prefills[self.prefills.index(node)] = new
+        self.wait_healthy(new)
+        return new
 
     def stop(self) -> None:
         """End every process of this cluster; harmless when there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,7 @@ class ServerProcess:
     def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
         self.name = name
         self.command = command
+        self.env = env
         self.log = log
         with log.open("wb") as output:
             self._popen = subprocess.Popen(
@@ -71,6 +73,11 @@ class ServerProcess:
             except OSError:  # ended meanwhile
                 continue
         return list(found.values())
+
+    def signal(self, what: signal.Signals) -> None:
+        """Send a signal to the whole tree."""
+        for process in self.tree():
+            _signal(lambda process=process: process.send_signal(what))
 
     def memory(self) -> int:
         """Resident bytes of the whole tree (pages shared between its processes counted once for each)."""
