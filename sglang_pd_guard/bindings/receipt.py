@@ -90,8 +90,11 @@ def pop_transferred(original, queue, *args, **kwargs):
 def _refused(entry, buffers) -> bool:
     """Whether the transfer to this decode request has ended and is not believed. Says so once, and why."""
     node, req = nodes.current(), entry.req
-    if guarded_room(req) is None or getattr(entry.kv_receiver, "_pd_guard_judged", False):
+    if guarded_room(req) is None:
         return False
+    judged = getattr(entry.kv_receiver, "_pd_guard_refused", None)
+    if judged is not None:
+        return judged
     mismatch = None
     with node.shield("receipt", req) as fault:
         mismatch = _mismatch(entry, buffers)
@@ -111,8 +114,9 @@ def _refused(entry, buffers) -> bool:
         if verdict is not None and node.settings.enforcing:
             req._pd_guard_verdict = verdict
             node.manager.record_failure(req.bootstrap_room, verdict.message)
+            entry.kv_receiver._pd_guard_refused = True
             return True
-    entry.kv_receiver._pd_guard_judged = True
+    entry.kv_receiver._pd_guard_refused = fault[0] and node.settings.enforcing
     return fault[0] and node.settings.enforcing
 
 
@@ -128,7 +132,7 @@ def _mismatch(entry, buffers) -> Mismatch | None:
         return Mismatch("absent", req.bootstrap_room, 0) if time.monotonic() - since > _ROW_WITHIN_S else None
     mismatch = verify(row, req.bootstrap_room, _expected(req, receiver, published))
     if mismatch is None:
-        receiver._pd_guard_judged = True
+        receiver._pd_guard_refused = False
     return mismatch
 
 
