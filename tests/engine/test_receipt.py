@@ -12,7 +12,7 @@ from pd_rig.traffic import SOON, attack, same_room, secret
 pytestmark = pytest.mark.engine
 
 FAULTS = {"PD_RIG_FAULT": "short_transfer,receipt_row"}
-ALONE = ["--pd-guard-disable", "admission,room,capacity,audit"]  # the release guard refuses nothing
+ALONE = ["--pd-guard-disable", "admission,room,release,capacity,audit"]
 REFUSED = "Refused by the PD guard: the KV cache that prefill transferred is not this request's (rule {})."
 ABORT = "Nothing was generated. Please retry"
 
