@@ -12,7 +12,6 @@ on a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -25,7 +24,6 @@ import time
 from pathlib import Path
 
 import psutil
-import requests
 from pd_rig.client import run_concurrently
 from pd_rig.cluster import Cluster, RigError
 from pd_rig.model import echo
@@ -37,19 +35,14 @@ STREAMS, BURST, AT_ONCE = 12, 48, 16  # streamed one by one for TTFT and ITL; a 
 
 def stream(cluster: Cluster, prompt: str) -> tuple[float, float]:
     """One streamed request through the router: TTFT and the mean ITL, in seconds. Checks the answer."""
-    body = {"model": "echo", "prompt": prompt, "temperature": 0, "max_tokens": ANSWER, "ignore_eos": True, "stream": True}
     begin = time.perf_counter()
     text, first, last = "", None, begin
-    with requests.Session() as session:
-        session.trust_env = False
-        response = session.post(f"{cluster.router_url}/v1/completions", json=body, stream=True, timeout=60)
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                text += json.loads(line[6:])["choices"][0]["text"]
-                last = time.perf_counter()
-                first = first or last
+    for piece in cluster.pieces(prompt, ANSWER, timeout=60):
+        text += piece
+        last = time.perf_counter()
+        first = first or last
     if text != echo(prompt, ANSWER):
-        raise RigError(f"a wrong answer while measuring: HTTP {response.status_code}")
+        raise RigError("a wrong answer while measuring")
     return first - begin, (last - first) / (ANSWER - 1)
 
 

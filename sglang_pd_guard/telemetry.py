@@ -85,9 +85,6 @@ class Telemetry:
     def released(self, seconds: float) -> None:
         _metric("hold_seconds").labels(self.role).observe(seconds)
 
-    def quarantined(self, room: int, writer: str) -> None:
-        logger.warning("pd-guard quarantine role=%s room=%s writer=%s", self.role, room, writer)
-
     def late_ack(self) -> None:
         _metric("late_acks").labels(self.role).inc()
 

@@ -1,7 +1,7 @@
 """Seam: the prefill's bootstrap server, in the launcher process.
 
-``GET /pd_guard`` tells decode that this prefill is guarded, by which guards, and which ranks it has now; ``POST /pd_guard`` takes decode's refusals and passes
-them to every prefill rank. Like the server's own routes it is reachable by the cluster's nodes only and trusts them.
+``GET /pd_guard`` tells decode that this prefill is guarded, by which guards, and which ranks it has now; ``POST /pd_guard`` takes
+decode's refusals and passes them to every prefill rank. Like the server's own routes it is reachable by the cluster's nodes only and trusts them.
 """
 
 from __future__ import annotations

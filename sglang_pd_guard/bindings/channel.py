@@ -124,18 +124,12 @@ def _refuse_peer(node: Node, room: int, endpoint: tuple[str, int], nonce: int, v
 
 
 def _clear_refused(node: Node, room: int) -> None:
-    """`room` was refused after SGLang had stored a decode rank's metadata for it: answer and drop it.
-
-    Runs on the control thread, the only one that stores metadata, so none can slip in between.
-    """
+    """`room` was refused after SGLang had stored a decode rank's metadata for it: answer and drop it."""
     verdict = node.admissions.refused(room)
     if verdict is None or node.live(room) is not None:
         return
-    manager = node.manager
-    for endpoint in node.unguarded_askers(manager.transfer_infos.pop(room, None)):
+    for endpoint in node.unguarded_askers(node.forget_metadata(room)):
         node.tell_decode(endpoint, room, 0, verdict)
-    getattr(manager, "req_to_decode_prefix_len", {}).pop(room, None)
-    manager.request_status.pop(room, None)
 
 
 def _refused_by_decode(node: Node, message: wire.Refusal) -> None:

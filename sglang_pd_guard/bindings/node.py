@@ -173,8 +173,8 @@ class Node:
             self.fail_live(room, verdict)
         if self.settings.runs("room"):
             clash = rooms.other_prompt(room)
-            for stranger in self.admissions.strangers(room, clash):
-                self.refused_stranger(stranger.endpoint, room, stranger.nonce, clash, before_transfer=False)
+            for endpoint, nonce in self.admissions.strangers(room, clash):
+                self.refused_stranger(endpoint, room, nonce, clash, before_transfer=False)
 
     def strange(self, hello: Hello) -> bool:
         """prefill: whether this decode rank asks for another request than the one that owns the room here; it is told then."""
@@ -201,14 +201,26 @@ class Node:
             transfer = self._live.get(room)
         return transfer if transfer is not None and getattr(transfer, "conclude_state", None) is None else None
 
-    def fail_live(self, room: int, verdict: Verdict) -> None:
-        """Ends the live request in `room` with `verdict`, through SGLang's own poll."""
+    def fail_live(self, room: int, verdict: Verdict, *, every_rank: bool = False) -> None:
+        """Ends the live request in `room` with `verdict`, through SGLang's own poll: on the rank that answers the client, or,
+        where each rank is told and none may start another write, on `every_rank`.
+        """
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         self.admissions.peer_refused(room, verdict)
         self.manager.record_failure(room, verdict.message)
-        if self.is_entry_rank:
+        if every_rank or self.is_entry_rank:
             self.manager.update_status(room, KVPoll.Failed)
+
+    def forget_metadata(self, room: int):
+        """prefill: drops what SGLang has stored of a request that it has not admitted, and returns decode's metadata.
+
+        For the control thread, the only one that stores metadata, so that none can slip in between.
+        """
+        infos = self.manager.transfer_infos.pop(room, None)
+        getattr(self.manager, "req_to_decode_prefix_len", {}).pop(room, None)
+        self.manager.request_status.pop(room, None)
+        return infos
 
     # --- refusals ---------------------------------------------------------------------------------------------
 
@@ -373,7 +385,7 @@ class Node:
         ip, port = self.own_endpoint
         limits = self.limits()
         for info in infos:
-            endpoint = (str(info["rank_ip"]), int(info["rank_port"]))
+            endpoint = rank_endpoint(info)
             guards = self._guards_of(endpoint, receiver.bootstrap_addr)
             receiver._pd_guard_receipts = guards is not None and "receipt" in guards
             receiver._pd_guard_drains = guards is not None and "release" in guards
@@ -501,6 +513,11 @@ def margin(scheduler, role: str) -> int:
 def handed_over(sender) -> bool:
     """Whether anything of this request was given to the transfer; a request without pages sends its metadata all the same."""
     return getattr(sender, "curr_idx", 1) > 0 or getattr(sender, "num_kv_indices", None) == 0
+
+
+def rank_endpoint(info) -> Endpoint:
+    """The control endpoint of a prefill rank, from what SGLang's bootstrap server says of it."""
+    return str(info["rank_ip"]), int(info["rank_port"])
 
 
 def _is_dummy(info) -> bool:

@@ -13,7 +13,7 @@ import time
 
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.admission import guarded_room
-from sglang_pd_guard.bindings.node import Node, verdict_of
+from sglang_pd_guard.bindings.node import Node, rank_endpoint, verdict_of
 from sglang_pd_guard.guards.admission import Endpoint, Verdict
 from sglang_pd_guard.guards.wire import Drain, encode
 
@@ -89,7 +89,7 @@ def _is_held(entry) -> bool:
 def _hold(node: Node, entry) -> bool:
     """Returns whether no prefill rank writes to this failed request's pages any more; asks those that have not said so."""
     req, receiver, now = entry.req, entry.kv_receiver, time.monotonic()
-    writers = {_endpoint(info): info for info in receiver.bootstrap_infos}
+    writers = {rank_endpoint(info): info for info in receiver.bootstrap_infos}
     tokens = len(req.origin_input_ids)
     node.holds.hold(receiver._pd_guard_nonce, -(-tokens // node.page_size), writers, now)
     _answer(node.scheduler, req, _reason(node.manager, req.bootstrap_room))
@@ -102,10 +102,6 @@ def _hold(node: Node, entry) -> bool:
             _ask(node, receiver, writers[writer], writer)
         node.look_for_gone(receiver.bootstrap_addr, missing)
     return False
-
-
-def _endpoint(info) -> Endpoint:
-    return str(info["rank_ip"]), int(info["rank_port"])
 
 
 def _ask(node: Node, receiver, info, writer: Endpoint) -> None:
@@ -173,19 +169,12 @@ def sender_polls(original, pollers, *groups, **kwargs):
 
 def drain(node: Node, message: Drain) -> None:
     """prefill: decode has given a request up and asks when the last write for it has ended."""
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
-    room, manager = message.room, node.manager
+    room = message.room
     sender = node.live(room)
     if sender is not None and node.admissions.asked_with(room, message.nonce):
-        node.admissions.peer_refused(room, GIVEN_UP)
-        manager.record_failure(room, GIVEN_UP.message)
-        manager.update_status(room, KVPoll.Failed)  # on every rank: each is asked, and none may start another chunk
+        node.fail_live(room, GIVEN_UP, every_rank=True)
     elif sender is None and node.admissions.withdraw(room, message.endpoint, message.nonce):
-        # It has not been admitted yet. Only this thread stores metadata, so none slips in.
         node.admissions.peer_refused(room, GIVEN_UP)
-        manager.transfer_infos.pop(room, None)
-        getattr(manager, "req_to_decode_prefix_len", {}).pop(room, None)
-        manager.request_status.pop(room, None)
+        node.forget_metadata(room)
     node.drain_asked(message)
     node.answer_drained(message.nonce)

@@ -129,14 +129,6 @@ class _Of(enum.Enum):
     EITHER = enum.auto()  #: the admitted one, or the one before: it came between the two
 
 
-@dataclasses.dataclass(frozen=True)
-class Stranger:
-    """A decode rank that asks for a room in which prefill holds another request."""
-
-    endpoint: Endpoint
-    nonce: int
-
-
 @dataclasses.dataclass
 class _Asked:
     """Who asked for a room.
@@ -330,8 +322,8 @@ class Admissions:
             asked.over = True
             return True
 
-    def strangers(self, room: int, verdict: Verdict) -> list[Stranger]:
-        """Called after `admit`: the decode ranks that asked for `room` before, with another prompt. They are to be told
+    def strangers(self, room: int, verdict: Verdict) -> list[tuple[Endpoint, int]]:
+        """Called after `admit`: the decode ranks that asked for `room` before, with another prompt, and their nonces. They are to be told
         `verdict` and the admitted request is to end, for SGLang may have their metadata already.
         """
         with self._locked():
@@ -345,7 +337,7 @@ class Admissions:
             if others:
                 self._doubles.put((room, asked.prompt), verdict)
                 asked.over = True
-            return [Stranger(endpoint, nonce) for endpoint, (nonce, _) in others.items()]
+            return [(endpoint, nonce) for endpoint, (nonce, _) in others.items()]
 
     def ended(self, room: int, use: int) -> None:
         """The transfer of the request admitted in `room` as `use` is over on this node."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from sglang_pd_guard.guards.admission import Verdict
 
+_AGAIN = "Send this one again with a room of its own: a random 63-bit number, as the PD router chooses."
+
 
 def in_use(room: int) -> Verdict:
     """Said to a request whose room belongs to another request that has not ended on this node."""
     return Verdict(
         400,
-        f"Bootstrap room {room} is in use by another request. Send this one again with a room of its own: "
-        "a random 63-bit number, as the PD router chooses.",
+        f"Bootstrap room {room} is in use by another request. {_AGAIN}",
         "BadRequestError",
     )
 
@@ -25,9 +26,8 @@ def other_prompt(room: int) -> Verdict:
     """Said to both requests where prefill holds one in `room` and decode another."""
     return Verdict(
         400,
-        f"Bootstrap room {room} is in use by another request: prefill and decode hold different prompts in it. Send this one "
-        "again with a room of its own: a random 63-bit number, as the PD router chooses. If no two requests shared the "
-        "room, one node truncated the prompt: set --allow-auto-truncate on both or on neither.",
+        f"Bootstrap room {room} is in use by another request: prefill and decode hold different prompts in it. {_AGAIN} If no "
+        "two requests shared the room, one node truncated the prompt: set --allow-auto-truncate on both or on neither.",
         "BadRequestError",
     )
 

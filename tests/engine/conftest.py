@@ -112,8 +112,9 @@ _POOL: pytest.StashKey[ClusterPool] = pytest.StashKey()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what only ``--full`` runs. Group this folder's tests by SGLang version, so that each version's cluster starts once, not once a module."""
-
+    """Leave out what only ``--full`` runs, and group this folder's tests by SGLang version, so that each version's cluster
+    starts once, not once a module.
+    """
     if not config.getoption("full"):
         out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if item not in out]

@@ -1,13 +1,11 @@
 """The release guard on real SGLang: a write of an aborted transfer that arrives late."""
 
-import json
 import random
 import signal
 import threading
 import time
 
 import pytest
-import requests
 from pd_rig.client import run_concurrently
 from pd_rig.home import why_missing
 from pd_rig.model import echo
@@ -24,17 +22,6 @@ ENV = {
 LARGE = 400_000  # bytes: the write of the aborted request and no other's
 
 
-def stream(cluster, prompt: str, n: int, got: list[str]) -> None:
-    """Appends the answer's pieces to `got` as they arrive."""
-    body = {"model": "echo", "prompt": prompt, "temperature": 0, "max_tokens": n, "ignore_eos": True, "stream": True}
-    with requests.Session() as session:
-        session.trust_env = False
-        response = session.post(f"{cluster.router_url}/v1/completions", json=body, stream=True, timeout=120)
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                got.append(json.loads(line[6:])["choices"][0]["text"])
-
-
 def late_write(cluster, seed: int) -> list[bool]:
     """Two requests run and grow into the pages of a third, whose client goes away while its write is delayed; the write
     arrives when they are nearly done. Returns whether each of the two got its exact right answer.
@@ -42,7 +29,12 @@ def late_write(cluster, seed: int) -> list[bool]:
     rng = random.Random(seed)
     prompts, n = [secret(128, rng) for _ in range(2)], 900
     got: list[list[str]] = [[], []]
-    threads = [threading.Thread(target=stream, args=(cluster, p, n, g)) for p, g in zip(prompts, got, strict=True)]
+
+    def read(prompt: str, pieces: list[str]) -> None:
+        for piece in cluster.pieces(prompt, n):
+            pieces.append(piece)
+
+    threads = [threading.Thread(target=read, args=pair) for pair in zip(prompts, got, strict=True)]
     for thread in threads:
         thread.start()
     while not all(got):

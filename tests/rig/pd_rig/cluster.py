@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -69,8 +70,8 @@ class NodeHandle(ServerProcess):
         return load
 
     def used_pages(self) -> int:
-        """Pages of this node's pool that are not free."""
-        return -(-int(self.load()["num_used_tokens"]) // self.page_size)
+        """Pages of this node's pool that are neither free nor evictable."""
+        return pages_of(self.load(), self.page_size)
 
     def metrics(self) -> str:
         """The text of ``/metrics``."""
@@ -438,6 +439,18 @@ class Cluster:
         extra |= {"n": samples} if samples > 1 else {}
         return self._openai("completions", {"prompt": prompt}, n, timeout, extra)
 
+    def pieces(self, prompt: str, n: int, timeout: float = 120) -> Iterator[str]:
+        """One greedy request for ``n`` tokens, streamed through the router: the answer's pieces as they arrive."""
+        body = {"model": "echo", "prompt": prompt, "temperature": 0, "max_tokens": n, "ignore_eos": True, "stream": True}
+        with requests.Session() as session:
+            session.trust_env = False
+            response = session.post(f"{self.router_url}/v1/completions", json=body, stream=True, timeout=timeout)
+            if response.status_code != 200:
+                raise RigError(f"a streamed request was answered with HTTP {response.status_code}")
+            for line in response.iter_lines():
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])["choices"][0]["text"]
+
     def chat(self, content: str, n: int = 40, timeout: float = 30, **extra: Any) -> Reply:
         """The same for ``/v1/chat/completions``; the chat template adds nothing, so the prompt is ``content``."""
         messages = [{"role": "user", "content": content}]
@@ -469,7 +482,7 @@ class Cluster:
 
     def used_pages(self) -> dict[str, int]:
         """Node name -> KV pages that are neither free nor evictable."""
-        return {name: self._pages(load) for name, load in self.loads().items()}
+        return {name: pages_of(load, self.page_size) for name, load in self.loads().items()}
 
     def wait_idle(self, timeout: float = 5) -> None:
         """Wait until no node has a used page or a request in any queue; raise RigError with the figures otherwise."""
@@ -482,17 +495,19 @@ class Cluster:
                 raise RigError(f"not idle after {timeout} s: {figures}")
             time.sleep(0.1)
 
-    def _pages(self, load: Mapping[str, Any]) -> int:
-        return -(-int(load["num_used_tokens"]) // self.page_size)
-
     def _figures(self, load: Mapping[str, Any]) -> dict[str, int]:
         queues = load.get("disaggregation") or {}
         return {
-            "pages": self._pages(load),
+            "pages": pages_of(load, self.page_size),
             "running": load["num_running_reqs"],
             "waiting": load["num_waiting_reqs"],
             **{key: value for key, value in queues.items() if key.endswith("_queue_reqs")},
         }
+
+
+def pages_of(load: Mapping[str, Any], page_size: int) -> int:
+    """The used KV pages in a ``/v1/loads`` entry."""
+    return -(-int(load["num_used_tokens"]) // page_size)
 
 
 def _release(version: str) -> tuple[int, ...]:
