@@ -23,8 +23,8 @@ LARGE = 400_000  # bytes: the write of the aborted request and no other's
 
 
 def late_write(cluster, seed: int) -> list[bool]:
-    """Two requests run and grow into the pages of a third, whose client goes away while its write is delayed; the write
-    arrives when they are nearly done. Returns whether each of the two got its exact right answer.
+    """Two requests run and grow into the pages of a third, which is aborted while its write is delayed; the write arrives
+    when they are nearly done. Returns whether each of the two got its exact right answer.
     """
     rng = random.Random(seed)
     prompts, n = [secret(128, rng) for _ in range(2)], 900
@@ -40,12 +40,19 @@ def late_write(cluster, seed: int) -> list[bool]:
     while not all(got):
         time.sleep(0.05)
     delay = cluster.fault_dir / "slow_write"
+    delays = lambda: cluster.prefills[0].log_text().count("slow_write")  # noqa: E731
+    before = delays()
     delay.write_text(f"60 {LARGE}")
-    cluster.pair(secret(1000, rng), 8, timeout=1.5)  # its client goes away
+    aborted = threading.Thread(target=cluster.pair, args=(secret(1000, rng), 8), kwargs={"rid": f"aborted-{seed}"})
+    aborted.start()
+    while delays() == before:
+        time.sleep(0.05)
+    for node in cluster.nodes:  # by name: SGLang looks only every four seconds whether a client is still there
+        node.post("/abort_request", {"rid": f"aborted-{seed}"})
     while max(len("".join(g)) for g in got) < 780 and any(t.is_alive() for t in threads):
         time.sleep(0.05)
     delay.unlink()
-    for thread in threads:
+    for thread in [*threads, aborted]:
         thread.join()
     return ["".join(g) == echo(p, n) for p, g in zip(prompts, got, strict=True)]
 
