@@ -67,6 +67,7 @@ def send(cluster: Cluster, what: signal.Signals) -> None:
 
 def turn(cluster: Cluster, rng: random.Random) -> dict[str, float]:
     send(cluster, signal.SIGCONT)
+    time.sleep(1)  # the servers close connections that were idle for too long; a request must not meet that
     try:
         stream(cluster, secret(PROMPT, rng))  # not measured: the first after a pause
         return measure(cluster, rng)

@@ -38,6 +38,7 @@ class Settings:
         allow_unverified: start on an SGLang version that is not in the table, provided that
             every hook target resolves with the signature of the nearest version that is.
         allow_capacity_mismatch: serve a decode that admits prompts prefill cannot hold; a warning remains.
+        max_quarantined: share of decode's KV pages, 0 to 1, beyond which quarantined ones end admission.
 
     Raises:
         SettingsError: a value is not one of the allowed ones.
@@ -48,12 +49,15 @@ class Settings:
     disable: frozenset[str] = frozenset()
     allow_unverified: bool = False
     allow_capacity_mismatch: bool = False
+    max_quarantined: float = 0.25
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise SettingsError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.peer not in PEERS:
             raise SettingsError(f"peer must be one of {', '.join(PEERS)}, not {self.peer!r}")
+        if not 0 <= self.max_quarantined <= 1:
+            raise SettingsError(f"max-quarantined must be a share between 0 and 1, not {self.max_quarantined}")
         unknown = sorted(set(self.disable) - set(GUARDS))
         if unknown:
             raise SettingsError(f"unknown guard {', '.join(unknown)}; the guards are: {', '.join(GUARDS)}")
@@ -77,6 +81,7 @@ class Settings:
             disable=_names(env.get(f"{ENV}_DISABLE", "")),
             allow_unverified=_boolean(env, f"{ENV}_ALLOW_UNVERIFIED"),
             allow_capacity_mismatch=_boolean(env, f"{ENV}_ALLOW_CAPACITY_MISMATCH"),
+            max_quarantined=_share(env, f"{ENV}_MAX_QUARANTINED", cls.max_quarantined),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -88,6 +93,7 @@ class Settings:
             f"{ENV}_DISABLE": ",".join(sorted(self.disable)),
             f"{ENV}_ALLOW_UNVERIFIED": "1" if self.allow_unverified else "0",
             f"{ENV}_ALLOW_CAPACITY_MISMATCH": "1" if self.allow_capacity_mismatch else "0",
+            f"{ENV}_MAX_QUARANTINED": repr(self.max_quarantined),
         }
 
     @classmethod
@@ -108,6 +114,7 @@ class Settings:
                 ("disable", None if args.pd_guard_disable is None else _names(args.pd_guard_disable)),
                 ("allow_unverified", args.pd_guard_allow_unverified or None),
                 ("allow_capacity_mismatch", args.pd_guard_allow_capacity_mismatch or None),
+                ("max_quarantined", args.pd_guard_max_quarantined),
             )
             if value is not None
         }
@@ -120,9 +127,7 @@ class Settings:
 
     def __reduce__(self):
         # Unpickling demands the guard in the process that unpickles: see seal.py.
-        return _restore, (
-            self.mode, self.peer, tuple(sorted(self.disable)), self.allow_unverified, self.allow_capacity_mismatch
-        )  # fmt: skip
+        return _restore, (dataclasses.asdict(self),)
 
     def __copy__(self) -> Settings:
         return self
@@ -131,12 +136,10 @@ class Settings:
         return self
 
 
-def _restore(
-    mode: str, peer: str, disable: tuple[str, ...], allow_unverified: bool, allow_capacity_mismatch: bool
-) -> Settings:
+def _restore(fields: dict) -> Settings:
     from sglang_pd_guard import seal
 
-    settings = Settings(mode, peer, frozenset(disable), allow_unverified, allow_capacity_mismatch)
+    settings = Settings(**fields)
     seal.demand(settings)
     return settings
 
@@ -181,6 +184,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="On prefill: serve a decode that admits longer prompts than prefill can hold, or that alone truncates them, "
         "with a warning instead of a refusal.",
     )
+    group.add_argument(
+        "--pd-guard-max-quarantined",
+        type=float,
+        metavar="SHARE",
+        default=None,
+        help="On decode: stop admitting, and say so on /health, while more than this share of the KV pages (0 to 1, default "
+        f"{Settings.max_quarantined:g}) waits for a prefill that does not say that its writes have ended.",
+    )
+
+
+def _share(env: Mapping[str, str], name: str, default: float) -> float:
+    value = env.get(name, "").strip()
+    try:
+        return float(value) if value else default
+    except ValueError:
+        raise SettingsError(f"{name} must be a number between 0 and 1, not {value!r}") from None
 
 
 def _boolean(env: Mapping[str, str], name: str) -> bool:

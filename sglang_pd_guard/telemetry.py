@@ -21,6 +21,7 @@ METRICS = {
     "findings": ("counter", "Requests whose peer's capacity does not fit this node's.", ("role", "rule", "action")),
     "owned_when_idle": ("gauge", "What an idle scheduler still owns: more than 0 is a leak.", ("role", "kind")),
     "held_pages": ("gauge", "KV pages of failed transfers that prefill may still write to, by state.", ("role", "state")),
+    "admitting": ("gauge", "0 while more pages are quarantined than the limit allows, so that every request is refused.", ("role",)),
     "hold_seconds": ("histogram", "How long such pages were held.", ("role",)),
     "late_acks": ("counter", "Words that a request's writes have ended, for a request that does not wait for them.", ("role",)),
     "dropped_refusals": ("counter", "Refusals that could not be sent to the peer.", ("role",)),
@@ -47,6 +48,7 @@ class Telemetry:
 
     def start(self, version: str, mode: str, peer: str, guards: list[str], sglang: str) -> None:
         _metric("info").labels(version, self.role, mode, peer).set(1)
+        _metric("admitting").labels(self.role).set(1)
         logger.info(
             "pd-guard bound version=%s sglang=%s role=%s mode=%s peer=%s guards=%s",
             version, sglang, self.role, mode, peer, ",".join(guards) or "none",
@@ -81,6 +83,13 @@ class Telemetry:
     def held(self, pages: dict[str, int]) -> None:
         for state, number in pages.items():
             _metric("held_pages").labels(self.role, state).set(number)
+
+    def quarantined(self, rid: str, room: int, pages: int, peer: str) -> None:
+        logger.warning("pd-guard quarantined guard=release role=%s rid=%s room=%s pages=%s peer=%s", self.role, rid, room, pages, peer)
+
+    def admitting(self, admitting: bool, pages: int) -> None:
+        _metric("admitting").labels(self.role).set(admitting)
+        logger.warning("pd-guard admitting=%s guard=release role=%s quarantined_pages=%s", admitting, self.role, pages)
 
     def released(self, seconds: float) -> None:
         _metric("hold_seconds").labels(self.role).observe(seconds)

@@ -90,6 +90,7 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
             prompt = digest(nodes.prompt_of(req)) if rule == "in-use" else 0
             if node.settings.enforcing:
                 req.set_finish_with_abort(verdict.message)
+                _give_verdict(req, verdict)
             if rule == "in-use":
                 node.refused_double(req, prompt, verdict)
                 return node.settings.enforcing
@@ -107,6 +108,10 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
 
 def _own_verdict(node: Node, req, queue) -> tuple[str, str, Verdict | None]:
     """Our own verdict on a request that SGLang admits and cannot serve, with the guard and the rule it breaks."""
+    if node.quarantined:
+        verdict = node.no_room_left()
+        if verdict is not None:
+            return "release", "quarantine", verdict
     if node.settings.runs("room") and node.manager is not None and req.bootstrap_room is not None:
         if (getattr(req.sampling_params, "n", 1) or 1) > 1:
             return "room", "several-samples", rooms.several_samples(req.sampling_params.n)

@@ -6,7 +6,7 @@ import os
 import sys
 
 from sglang_pd_guard import seal
-from sglang_pd_guard.bindings import binder
+from sglang_pd_guard.bindings import binder, status
 from sglang_pd_guard.bindings.channel import ATTESTATION
 from sglang_pd_guard.settings import ATTRIBUTE, Settings, SettingsError, add_flags
 
@@ -44,6 +44,7 @@ def launch_subprocesses(original, cls, server_args, *args, **kwargs):
         seal.refuse("SGLANG_RUST_SERVER is not supported on prefill: its bootstrap server has no place for the guard's route")
     setattr(server_args, ATTRIBUTE, settings)
     os.environ.update(settings.to_env())
+    status.serve()
     result = original(cls, server_args, *args, **kwargs)
     _demand_attestation(result, server_args)
     return result

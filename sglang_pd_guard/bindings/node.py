@@ -10,15 +10,16 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from sglang_pd_guard.bindings import status
 from sglang_pd_guard.bindings.transport import BootstrapClient, Outbox
 from sglang_pd_guard.guards import room as rooms
 from sglang_pd_guard.guards.admission import Admissions, Endpoint, Verdict
 from sglang_pd_guard.guards.audit import Audit
 from sglang_pd_guard.guards.capacity import Finding, Limits, compare
 from sglang_pd_guard.guards.receipt import digest
-from sglang_pd_guard.guards.release import Holds, Writes
+from sglang_pd_guard.guards.release import Holds, Writes, no_room_left
 from sglang_pd_guard.guards.wire import Drain, Drained, Hello, Refusal, Wake, encode
 from sglang_pd_guard.settings import Settings
 from sglang_pd_guard.telemetry import Telemetry
@@ -83,6 +84,8 @@ class Node:
         self.audit = Audit()
         self.holds = Holds()
         self.writes = Writes()
+        self.quarantined = 0
+        self._full = False
         self._drain_asked: OrderedDict[int, dict[Endpoint, Drain]] = OrderedDict()
         self._drain_lock = threading.Lock()
         self.scheduler = None
@@ -338,7 +341,22 @@ class Node:
         with self.shield("release"):
             self.telemetry.released(self.holds.release(nonce, time.monotonic()))
 
-    def look_for_gone(self, bootstrap_addr: str, writers: list[Endpoint]) -> None:
+    def quarantine(self, pages: int) -> None:
+        """decode: so many pages are quarantined now, as all ranks agree; beyond the limit this node admits nothing."""
+        self.quarantined = pages
+        full = self.no_room_left() is not None
+        if full != self._full:
+            self._full = full
+            with self.shield("release"):
+                self.telemetry.admitting(not full, pages)
+                if self.is_entry_rank:
+                    status.say(admitting=not full)
+
+    def no_room_left(self) -> Verdict | None:
+        pool = self.scheduler.token_to_kv_pool_allocator.size // self.page_size
+        return no_room_left(self.quarantined, pool, self.settings.max_quarantined)
+
+    def look_for_gone(self, bootstrap_addr: str, writers: Iterable[Endpoint]) -> None:
         """decode: a prefill that has started anew at this address has other ranks; the process behind a former one is gone."""
 
         def compare(ranks: frozenset[Endpoint]) -> None:

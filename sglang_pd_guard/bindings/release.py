@@ -61,21 +61,24 @@ def transfer_polls(original, queue, *args, **kwargs):
     polls = original(queue, *args, **kwargs)
     node = nodes.current()
     failed = [i for i, poll in enumerate(polls) if poll == int(KVPoll.Failed) and _is_held(queue.queue[i])]
-    if not failed or not node.settings.enforcing:  # alike on all ranks
+    if not node.settings.enforcing or not (failed or node.quarantined):  # alike on all ranks
         return polls
-    free = []
+    free, calm = [], []
     for i in failed:
-        entry, is_free = queue.queue[i], False  # a fault inside the guard: nothing is given back
+        entry, is_free, is_calm = queue.queue[i], False, False  # a fault inside the guard: nothing is given back
         with node.shield("release", entry.req):
-            is_free = _hold(node, entry)
+            is_free, is_calm = _hold(node, entry)
         free.append(is_free)
-    for i, is_free in zip(failed, _all(free, queue.gloo_group), strict=True):
-        if is_free:
+        calm.append(is_calm)
+    agreed = iter(_all(free + calm, queue.gloo_group))
+    for i in failed:
+        if next(agreed):
             receiver = queue.queue[i].kv_receiver
             receiver._pd_guard_no_writer = True
             node.released(receiver._pd_guard_nonce)
         else:
             polls[i] = int(KVPoll.Transferring)
+    node.quarantine(sum(_pages(node, queue.queue[i].req) for i in failed if not next(agreed)))
     with node.shield("release"):
         node.telemetry.held(node.holds.pages())
     return polls
@@ -86,22 +89,33 @@ def _is_held(entry) -> bool:
     return guarded_room(entry.req) is not None and getattr(entry.kv_receiver, "_pd_guard_drains", False)
 
 
-def _hold(node: Node, entry) -> bool:
-    """Returns whether no prefill rank writes to this failed request's pages any more; asks those that have not said so."""
+def _pages(node: Node, req) -> int:
+    return -(-len(req.origin_input_ids) // node.page_size)
+
+
+def _hold(node: Node, entry) -> tuple[bool, bool]:
+    """Asks those prefill ranks that may still write to this failed request's pages.
+
+    Returns whether there is none, and whether the pages are in no quarantine.
+    """
     req, receiver, now = entry.req, entry.kv_receiver, time.monotonic()
+    nonce = receiver._pd_guard_nonce
     writers = {rank_endpoint(info): info for info in receiver.bootstrap_infos}
-    tokens = len(req.origin_input_ids)
-    node.holds.hold(receiver._pd_guard_nonce, -(-tokens // node.page_size), writers, now)
+    node.holds.hold(nonce, _pages(node, req), writers, now)
     _answer(node.scheduler, req, _reason(node.manager, req.bootstrap_room))
-    if node.holds.free(receiver._pd_guard_nonce):
-        return True
+    missing = node.holds.missing(nonce)
+    if not missing:
+        return True, True
     if now - getattr(receiver, "_pd_guard_asked", float("-inf")) > _ASK_EVERY_S:
         receiver._pd_guard_asked = now
-        missing = [writer for nonce, writer in node.holds.waiting(now) if nonce == receiver._pd_guard_nonce]
         for writer in missing:
             _ask(node, receiver, writers[writer], writer)
         node.look_for_gone(receiver.bootstrap_addr, missing)
-    return False
+    quarantined = node.holds.quarantined(nonce, now)
+    if quarantined and not hasattr(receiver, "_pd_guard_quarantined"):
+        receiver._pd_guard_quarantined = True
+        node.telemetry.quarantined(req.rid, req.bootstrap_room, _pages(node, req), receiver.bootstrap_addr)
+    return False, not quarantined
 
 
 def _ask(node: Node, receiver, info, writer: Endpoint) -> None:

@@ -20,7 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
-from sglang_pd_guard.guards.admission import Endpoint
+from sglang_pd_guard.guards.admission import Endpoint, Verdict
 
 
 @dataclasses.dataclass
@@ -74,11 +74,20 @@ class Holds:
             for hold in self._holds.values():
                 hold.waits_for.discard(writer)
 
-    def free(self, nonce: int) -> bool:
-        """Whether nobody writes to the pages of request `nonce` any more: then `release` it."""
+    def missing(self, nonce: int) -> frozenset[Endpoint]:
+        """Whose word is missing for request `nonce`. Once nobody's is, nobody writes to its pages any more: then `release` it."""
         with self._lock:
             hold = self._holds.get(nonce)
-            return hold is None or not hold.waits_for
+            return frozenset(hold.waits_for if hold is not None else ())
+
+    def quarantined(self, nonce: int, now: float) -> bool:
+        """Whether a word is missing for request `nonce` and has been for too long, or its writer cannot know."""
+        with self._lock:
+            hold = self._holds.get(nonce)
+            if hold is None or not hold.waits_for:
+                return False
+            hold.quarantined |= now - hold.since > self._patience
+            return hold.quarantined
 
     def release(self, nonce: int, now: float) -> float:
         """The pages go back to the pool. Returns the seconds they were held.
@@ -92,14 +101,6 @@ class Holds:
                 raise ValueError(f"pages of {nonce} wait for {self._holds[nonce].waits_for}")
             return now - self._holds.pop(nonce).since
 
-    def waiting(self, now: float) -> list[tuple[int, Endpoint]]:
-        """Whose word is missing, as (nonce, writer) pairs: to be asked again. Marks who waits too long as quarantined."""
-        with self._lock:
-            for hold in self._holds.values():
-                if hold.waits_for and now - hold.since > self._patience:
-                    hold.quarantined = True
-            return [(nonce, writer) for nonce, hold in self._holds.items() for writer in hold.waits_for]
-
     def pages(self) -> dict[str, int]:
         """Pages by state: ``held`` and ``quarantined``."""
         with self._lock:
@@ -107,6 +108,18 @@ class Holds:
             for hold in self._holds.values():
                 found["quarantined" if hold.quarantined and hold.waits_for else "held"] += hold.pages
             return found
+
+
+def no_room_left(quarantined: int, pool: int, limit: float) -> Verdict | None:
+    """Said to every new request of a decode that has lost more than a `limit` (0 to 1) of its `pool` of KV pages to quarantine."""
+    if quarantined <= limit * pool:
+        return None
+    return Verdict(
+        503,
+        f"Refused by the PD guard: {quarantined} of this decode node's {pool} KV pages are quarantined, since a prefill node that "
+        "may still write to them does not answer. Send the request to another decode node. Operator: start that prefill again "
+        f"at its address, or restart this node (--pd-guard-max-quarantined is {limit:g}).",
+    )
 
 
 class Writes:

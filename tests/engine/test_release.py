@@ -6,10 +6,10 @@ import threading
 import time
 
 import pytest
-from pd_rig.client import run_concurrently
+from pd_rig.client import get, run_concurrently
 from pd_rig.home import why_missing
 from pd_rig.model import echo
-from pd_rig.traffic import secret
+from pd_rig.traffic import SOON, secret
 
 pytestmark = pytest.mark.engine
 
@@ -146,11 +146,13 @@ def test_a_room_used_again_right_after_an_abort(clusters, version):
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 def test_a_peer_that_hangs_and_peers_that_are_killed(clusters, version):
-    """No page is given back early, none is lost for good, no answer is wrong."""
+    """No page is given back early, none is lost for good, no answer is wrong; a decode that has too much of its pool in
+    quarantine admits nothing, and says so.
+    """
     if reason := why_missing(version):
         pytest.skip(reason)
     env = ENV | {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}
-    cluster = clusters(version, guard=True, env=env, fresh=True)
+    cluster = clusters(version, guard=["--pd-guard-max-quarantined", "0.1"], env=env, fresh=True)
     rng = random.Random(6)
     delay = cluster.fault_dir / "slow_write"
 
@@ -163,6 +165,11 @@ def test_a_peer_that_hangs_and_peers_that_are_killed(clusters, version):
                 time.sleep(1)
             assert decode.text == echo(prompt, 8)
         cluster.wait_idle()
+
+    def admits() -> bool:
+        reply = get(f"{cluster.decode.url}/health", timeout=30)
+        assert reply.status_code == 200 or (reply.status_code, "The PD guard admits no requests" in reply.text) == (503, True)
+        return reply.status_code == 200
 
     def in_flight() -> None:
         delay.write_text(f"60 {LARGE}")
@@ -180,12 +187,25 @@ def test_a_peer_that_hangs_and_peers_that_are_killed(clusters, version):
 
     in_flight()
     cluster.kill(cluster.prefills[0])
-    for _ in range(10):
-        time.sleep(1)
+    assert admits()
+    deadline = time.monotonic() + 60
+    while admits():
         assert cluster.decode.used_pages() == 16
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    _, decode = cluster.pair(secret(100, rng), 8, which="decode")
+    assert (decode.status, decode.seconds < SOON) == (503, True), decode
+    assert "16 of this decode node's 128 KV pages are quarantined" in decode.error
+    assert cluster.decode.used_pages() == 16
+    metrics = cluster.decode.metrics()
+    assert 'sglang:pd_guard_held_pages{role="decode",state="quarantined"} 16.0' in metrics
+    assert 'sglang:pd_guard_admitting{role="decode"} 0.0' in metrics
+    assert "pd-guard quarantined guard=release role=decode rid=" in cluster.decode.log_text()
     delay.unlink()
     cluster.restart(cluster.prefills[0])
     sound()
+    assert admits()
+    assert 'sglang:pd_guard_admitting{role="decode"} 1.0' in cluster.decode.metrics()
 
     in_flight()
     cluster.kill(cluster.decode)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_pd_guard.guards.release import Holds, Writes
+from sglang_pd_guard.guards.release import Holds, Writes, no_room_left
 
 WRITERS = [("10.0.0.1", 1), ("10.0.0.1", 2), ("10.0.0.2", 1)]
 PATIENCE = 30.0
@@ -29,7 +29,7 @@ class Decode(RuleBasedStateMachine):
     def fail(self, pages, writers):
         self.holds.hold(self.next, pages, writers, self.now)
         self.holds.hold(self.next, 1000, [], self.now + 1)  # the same one again
-        self.model[self.next] = {"pages": pages, "may_write": set(writers), "since": self.now}
+        self.model[self.next] = {"pages": pages, "may_write": set(writers), "since": self.now, "unknown": False}
         self.next += 1
 
     @precondition(lambda self: self.model)
@@ -47,7 +47,9 @@ class Decode(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data(), writer=st.sampled_from(WRITERS))
     def cannot_know(self, data, writer):
-        self.holds.unknown(self.some(data), writer)
+        nonce = self.some(data)
+        self.holds.unknown(nonce, writer)
+        self.model[nonce]["unknown"] |= writer in self.model[nonce]["may_write"]
 
     @rule(writer=st.sampled_from(WRITERS))
     def process_gone(self, writer):
@@ -58,19 +60,19 @@ class Decode(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 1e6))
     def time_passes(self, seconds):
         self.now += seconds
-        asked = self.holds.waiting(self.now)
-        assert sorted(asked) == sorted((n, w) for n, entry in self.model.items() for w in entry["may_write"])
+        for nonce, entry in self.model.items():
+            assert self.holds.missing(nonce) == entry["may_write"]
+            too_long = bool(entry["may_write"]) and self.now - entry["since"] > PATIENCE
+            assert self.holds.quarantined(nonce, self.now) == (too_long or bool(entry["may_write"] and entry["unknown"]))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def release(self, data):
         nonce = self.some(data)
         if self.model[nonce]["may_write"]:
-            assert not self.holds.free(nonce)
             with pytest.raises(ValueError):
                 self.holds.release(nonce, self.now)
             return
-        assert self.holds.free(nonce)
         assert self.holds.release(nonce, self.now) == self.now - self.model.pop(nonce)["since"]
         self.released.add(nonce)
         with pytest.raises(KeyError):
@@ -139,11 +141,21 @@ def test_what_waits_too_long_or_cannot_be_known_is_quarantined_until_the_word_co
     holds.hold(1, 7, [writer], 0.0)
     holds.hold(2, 5, [writer], 5.0)
     assert holds.pages() == {"held": 12, "quarantined": 0}
-    assert holds.waiting(10.5) == [(1, writer), (2, writer)]
+    assert [holds.quarantined(nonce, 10.5) for nonce in (1, 2, 3)] == [True, False, False]
     assert holds.pages() == {"held": 5, "quarantined": 7}
     holds.unknown(2, writer)
     assert holds.pages() == {"held": 0, "quarantined": 12}
-    assert holds.drained(1, writer) and holds.free(1) and not holds.free(2)
+    assert holds.drained(1, writer)
+    assert [holds.missing(nonce) for nonce in (1, 2)] == [frozenset(), frozenset([writer])]
+    assert not holds.quarantined(1, 10.5)
     holds.gone(writer)
     assert holds.release(2, 20.0) == 15.0
     assert holds.pages() == {"held": 7, "quarantined": 0}
+
+
+def test_a_node_admits_until_more_than_the_limit_is_quarantined():
+    assert no_room_left(0, 128, 0.0) is None
+    assert no_room_left(32, 128, 0.25) is None
+    refusal = no_room_left(33, 128, 0.25)
+    assert refusal.status == 503
+    assert "33 of this decode node's 128 KV pages" in refusal.message

@@ -320,6 +320,7 @@ class Cluster:
             "SGLANG_PLATFORM": "cpu_rig",
             "SGLANG_HOST_IP": HOST,
             "GLOO_SOCKET_IFNAME": "lo",
+            "SGLANG_NCCL_SO_PATH": os.devnull,  # no library there: ranks talk over gloo
             "MC_FORCE_TCP": "1",
             "MOONCAKE_PROTOCOL": "tcp",
             "NO_COLOR": "1",
