@@ -38,6 +38,7 @@ class Settings:
         allow_unverified: start on an SGLang version that is not in the table, provided that
             every hook target resolves with the signature of the nearest version that is.
         allow_capacity_mismatch: serve a decode that admits prompts prefill cannot hold; a warning remains.
+        max_batch_mib: MiB that prefill writes in one go, before it looks whether decode has given the request up; 0: no limit.
         max_quarantined: share of decode's KV pages, 0 to 1, beyond which quarantined ones end admission.
 
     Raises:
@@ -50,6 +51,7 @@ class Settings:
     allow_unverified: bool = False
     allow_capacity_mismatch: bool = False
     max_quarantined: float = 0.25
+    max_batch_mib: int = 64
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -58,6 +60,8 @@ class Settings:
             raise SettingsError(f"peer must be one of {', '.join(PEERS)}, not {self.peer!r}")
         if not 0 <= self.max_quarantined <= 1:
             raise SettingsError(f"max-quarantined must be a share between 0 and 1, not {self.max_quarantined}")
+        if self.max_batch_mib < 0:
+            raise SettingsError(f"max-batch-mib must be 0 or more, not {self.max_batch_mib}")
         unknown = sorted(set(self.disable) - set(GUARDS))
         if unknown:
             raise SettingsError(f"unknown guard {', '.join(unknown)}; the guards are: {', '.join(GUARDS)}")
@@ -81,7 +85,8 @@ class Settings:
             disable=_names(env.get(f"{ENV}_DISABLE", "")),
             allow_unverified=_boolean(env, f"{ENV}_ALLOW_UNVERIFIED"),
             allow_capacity_mismatch=_boolean(env, f"{ENV}_ALLOW_CAPACITY_MISMATCH"),
-            max_quarantined=_share(env, f"{ENV}_MAX_QUARANTINED", cls.max_quarantined),
+            max_quarantined=_number(env, f"{ENV}_MAX_QUARANTINED", cls.max_quarantined),
+            max_batch_mib=_number(env, f"{ENV}_MAX_BATCH_MIB", cls.max_batch_mib),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -94,6 +99,7 @@ class Settings:
             f"{ENV}_ALLOW_UNVERIFIED": "1" if self.allow_unverified else "0",
             f"{ENV}_ALLOW_CAPACITY_MISMATCH": "1" if self.allow_capacity_mismatch else "0",
             f"{ENV}_MAX_QUARANTINED": repr(self.max_quarantined),
+            f"{ENV}_MAX_BATCH_MIB": repr(self.max_batch_mib),
         }
 
     @classmethod
@@ -115,6 +121,7 @@ class Settings:
                 ("allow_unverified", args.pd_guard_allow_unverified or None),
                 ("allow_capacity_mismatch", args.pd_guard_allow_capacity_mismatch or None),
                 ("max_quarantined", args.pd_guard_max_quarantined),
+                ("max_batch_mib", args.pd_guard_max_batch_mib),
             )
             if value is not None
         }
@@ -192,14 +199,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="On decode: stop admitting, and say so on /health, while more than this share of the KV pages (0 to 1, default "
         f"{Settings.max_quarantined:g}) waits for a prefill that does not say that its writes have ended.",
     )
+    group.add_argument(
+        "--pd-guard-max-batch-mib",
+        type=int,
+        metavar="MIB",
+        default=None,
+        help="On prefill: write no more than this at once, so that an abort ends a transfer soon "
+        f"(default {Settings.max_batch_mib}; 0: no limit).",
+    )
 
 
-def _share(env: Mapping[str, str], name: str, default: float) -> float:
+def _number(env: Mapping[str, str], name: str, default):
     value = env.get(name, "").strip()
     try:
-        return float(value) if value else default
+        return type(default)(value) if value else default
     except ValueError:
-        raise SettingsError(f"{name} must be a number between 0 and 1, not {value!r}") from None
+        raise SettingsError(f"{name} must be a number, not {value!r}") from None
 
 
 def _boolean(env: Mapping[str, str], name: str) -> bool:

@@ -380,6 +380,9 @@ class Node:
             while len(self._drain_asked) > 65536:
                 self._drain_asked.popitem(last=False)  # it will be asked again
 
+    def is_drain_asked(self, nonce: int | None) -> bool:
+        return nonce in self._drain_asked
+
     def answer_drained(self, nonce: int) -> None:
         """prefill: tells each decode rank that asked, once the last write of request `nonce` has returned here."""
         if not self.writes.returned(nonce):

@@ -15,6 +15,7 @@ from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.admission import guarded_room
 from sglang_pd_guard.bindings.node import Node, rank_endpoint, verdict_of
 from sglang_pd_guard.guards.admission import Endpoint, Verdict
+from sglang_pd_guard.guards.release import batches
 from sglang_pd_guard.guards.wire import Drain, encode
 
 #: Seconds between two questions to a prefill rank that has not answered.
@@ -156,9 +157,19 @@ def queue_get(original, queue):
     return chunk
 
 
-def batch_transfer_sync(result, *args, **kwargs) -> None:
-    if result < 0:
-        nodes.current().writes.failed()
+def batch_transfer_sync(original, engine, session_id, buffers, peer_buffer_addresses, lengths, *args, **kwargs):
+    node = nodes.current()
+    request = node.writes.in_hand(threading.get_ident())
+    limit = node.settings.max_batch_mib << 20
+    result = 0
+    for batch in batches(buffers, peer_buffer_addresses, lengths, limit):
+        if node.is_drain_asked(request):
+            break  # decode has given the request up: what is left need not be written, and nobody hears of this success
+        result = original(engine, session_id, *batch, *args, **kwargs)
+        if result < 0:
+            node.writes.failed()
+            break
+    return result
 
 
 def sender_polls(original, pollers, *groups, **kwargs):

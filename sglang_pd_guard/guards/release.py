@@ -18,9 +18,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from sglang_pd_guard.guards.admission import Endpoint, Verdict
+
+#: Blocks in one write. Mooncake's TCP transport rejects a write of several thousand ("TCP lane queue-full").
+MAX_BLOCKS = 1024
 
 
 @dataclasses.dataclass
@@ -122,6 +125,35 @@ def no_room_left(quarantined: int, pool: int, limit: float) -> Verdict | None:
     )
 
 
+def batches(
+    sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int], max_bytes: int
+) -> Iterator[tuple[Sequence[int], Sequence[int], Sequence[int]]]:
+    """One write of many blocks (addresses, and bytes each) as several of at most `max_bytes` and `MAX_BLOCKS` each, in order.
+
+    A block that is larger than that is cut. No limit on bytes where `max_bytes` is 0.
+    """
+    total = sum(lengths)
+    max_bytes = max_bytes or total
+    if 0 < total <= max_bytes and len(lengths) <= MAX_BLOCKS:
+        yield sources, targets, lengths
+        return
+    batch: tuple[list[int], list[int], list[int]] = ([], [], [])
+    free = max_bytes
+    for source, target, length in zip(sources, targets, lengths, strict=True):
+        done = 0
+        while done < length:
+            if not free or len(batch[0]) == MAX_BLOCKS:
+                yield batch
+                batch, free = ([], [], []), max_bytes
+            size = min(length - done, free)
+            for values, value in zip(batch, (source + done, target + done, size), strict=True):
+                values.append(value)
+            done += size
+            free -= size
+    if batch[0]:
+        yield batch
+
+
 class Writes:
     """prefill's ledger of writes, by request: a chunk counts from when it is queued until its worker asks for the next one.
 
@@ -157,6 +189,10 @@ class Writes:
                 return None
             del self._open[request]
             return request
+
+    def in_hand(self, worker: Hashable) -> Hashable | None:
+        """The request whose chunk `worker` has got."""
+        return self._in_hand.get(worker)
 
     def failed(self) -> None:
         """A write returned an error: parts of it may still be posted, of any request that is being written now."""

@@ -1,11 +1,11 @@
 """State machines against the release guard's ledgers, beside a simple model of who may still write where."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_pd_guard.guards.release import Holds, Writes, no_room_left
+from sglang_pd_guard.guards.release import MAX_BLOCKS, Holds, Writes, batches, no_room_left
 
 WRITERS = [("10.0.0.1", 1), ("10.0.0.1", 2), ("10.0.0.2", 1)]
 PATIENCE = 30.0
@@ -159,3 +159,21 @@ def test_a_node_admits_until_more_than_the_limit_is_quarantined():
     refusal = no_room_left(33, 128, 0.25)
     assert refusal.status == 503
     assert "33 of this decode node's 128 KV pages" in refusal.message
+
+
+@given(st.integers(0, 3 * MAX_BLOCKS), st.integers(0, 60), st.randoms(use_true_random=False))
+@settings(max_examples=50, deadline=None)
+def test_batches_write_the_same_bytes_in_the_same_order(count, max_bytes, random):
+    """Each byte by its source and target address."""
+    blocks = [(random.getrandbits(40), random.getrandbits(40), random.randint(1, 50)) for _ in range(count)]
+    got = list(batches(*([block[i] for block in blocks] for i in range(3)), max_bytes))
+
+    def flat(blocks):
+        return [(source + i, target + i) for source, target, length in blocks for i in range(length)]
+
+    assert flat([block for batch in got for block in zip(*batch, strict=True)]) == flat(blocks)
+    for batch in got:
+        assert 0 < len(batch[0]) <= MAX_BLOCKS
+        assert not max_bytes or sum(batch[2]) <= max_bytes
+    if not max_bytes:
+        assert len(got) == -(-len(blocks) // MAX_BLOCKS)  # no more writes than that takes

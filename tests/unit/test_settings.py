@@ -30,13 +30,13 @@ def test_every_flag():
     got = parse(
         "--enable-pd-guard", "--pd-guard-mode", "observe", "--pd-guard-peer", "prefer",
         "--pd-guard-disable", " admission ,", "--pd-guard-allow-unverified", "--pd-guard-allow-capacity-mismatch",
-        "--pd-guard-max-quarantined", "0.5",
+        "--pd-guard-max-quarantined", "0.5", "--pd-guard-max-batch-mib", "8",
     )  # fmt: skip
-    assert got == Settings("observe", "prefer", frozenset({"admission"}), True, True, 0.5)
+    assert got == Settings("observe", "prefer", frozenset({"admission"}), True, True, 0.5, 8)
 
 
 def test_environment_round_trip():
-    settings = Settings("observe", "prefer", frozenset(GUARDS), True, True, 0.1)
+    settings = Settings("observe", "prefer", frozenset(GUARDS), True, True, 0.1, 0)
     assert Settings.from_env(settings.to_env()) == settings
     assert Settings.from_env(Settings().to_env()) == Settings()
 
@@ -57,10 +57,11 @@ def test_a_guard_flag_alone_is_refused():
         (lambda: Settings(mode="maybe"), "mode must be one of enforce, observe"),
         (lambda: Settings(peer="never"), "peer must be one of require, prefer"),
         (lambda: Settings(disable=frozenset({"admision"})), "unknown guard admision; the guards are: admission, receipt, room, release, capacity, audit"),
+        (lambda: Settings(max_batch_mib=-1), "max-batch-mib must be 0 or more, not -1"),
         (lambda: Settings(max_quarantined=1.5), "max-quarantined must be a share between 0 and 1, not 1.5"),
         (
             lambda: Settings.from_env({"SGLANG_PD_GUARD": "1", "SGLANG_PD_GUARD_MAX_QUARANTINED": "half"}),
-            "SGLANG_PD_GUARD_MAX_QUARANTINED must be a number between 0 and 1, not 'half'",
+            "SGLANG_PD_GUARD_MAX_QUARANTINED must be a number, not 'half'",
         ),
         (lambda: Settings.from_env({"SGLANG_PD_GUARD": "perhaps"}), "SGLANG_PD_GUARD must be 1 or 0"),
     ],
