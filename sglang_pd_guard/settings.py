@@ -39,6 +39,7 @@ class Settings:
             every hook target resolves with the signature of the nearest version that is.
         allow_capacity_mismatch: serve a decode that admits prompts prefill cannot hold; a warning remains.
         max_batch_mib: MiB that prefill writes in one go, before it looks whether decode has given the request up; 0: no limit.
+        checksum: prefill states a checksum of the KV it transfers, and decode compares it with its own.
         max_quarantined: share of decode's KV pages, 0 to 1, beyond which quarantined ones end admission.
 
     Raises:
@@ -52,6 +53,7 @@ class Settings:
     allow_capacity_mismatch: bool = False
     max_quarantined: float = 0.25
     max_batch_mib: int = 64
+    checksum: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -85,6 +87,7 @@ class Settings:
             disable=_names(env.get(f"{ENV}_DISABLE", "")),
             allow_unverified=_boolean(env, f"{ENV}_ALLOW_UNVERIFIED"),
             allow_capacity_mismatch=_boolean(env, f"{ENV}_ALLOW_CAPACITY_MISMATCH"),
+            checksum=_boolean(env, f"{ENV}_CHECKSUM"),
             max_quarantined=_number(env, f"{ENV}_MAX_QUARANTINED", cls.max_quarantined),
             max_batch_mib=_number(env, f"{ENV}_MAX_BATCH_MIB", cls.max_batch_mib),
         )
@@ -98,6 +101,7 @@ class Settings:
             f"{ENV}_DISABLE": ",".join(sorted(self.disable)),
             f"{ENV}_ALLOW_UNVERIFIED": "1" if self.allow_unverified else "0",
             f"{ENV}_ALLOW_CAPACITY_MISMATCH": "1" if self.allow_capacity_mismatch else "0",
+            f"{ENV}_CHECKSUM": "1" if self.checksum else "0",
             f"{ENV}_MAX_QUARANTINED": repr(self.max_quarantined),
             f"{ENV}_MAX_BATCH_MIB": repr(self.max_batch_mib),
         }
@@ -120,6 +124,7 @@ class Settings:
                 ("disable", None if args.pd_guard_disable is None else _names(args.pd_guard_disable)),
                 ("allow_unverified", args.pd_guard_allow_unverified or None),
                 ("allow_capacity_mismatch", args.pd_guard_allow_capacity_mismatch or None),
+                ("checksum", args.pd_guard_checksum or None),
                 ("max_quarantined", args.pd_guard_max_quarantined),
                 ("max_batch_mib", args.pd_guard_max_batch_mib),
             )
@@ -190,6 +195,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="On prefill: serve a decode that admits longer prompts than prefill can hold, or that alone truncates them, "
         "with a warning instead of a refusal.",
+    )
+    group.add_argument(
+        "--pd-guard-checksum",
+        action="store_true",
+        help="Compare a checksum of each transferred KV on decode before its first read. On both nodes or on none; needs the same "
+        "--tp-size on both.",
     )
     group.add_argument(
         "--pd-guard-max-quarantined",

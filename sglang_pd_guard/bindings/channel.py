@@ -6,9 +6,10 @@ before SGLang's control thread sees them, and a refused room's metadata is answe
 
 from __future__ import annotations
 
+from sglang_pd_guard import seal
 from sglang_pd_guard.__about__ import __version__
+from sglang_pd_guard.bindings import checksum, receipt, release
 from sglang_pd_guard.bindings import node as nodes
-from sglang_pd_guard.bindings import receipt, release
 from sglang_pd_guard.bindings.node import Node, unguarded
 from sglang_pd_guard.guards import wire
 from sglang_pd_guard.guards.admission import Verdict
@@ -18,7 +19,13 @@ ATTESTATION = ATTRIBUTE
 
 
 def get_init_info(result: dict, scheduler) -> dict:
-    nodes.current().scheduler = scheduler
+    node = nodes.current()
+    node.scheduler = scheduler
+    if node.settings.checksum:
+        try:
+            checksum.buffers(scheduler)
+        except TypeError as error:
+            seal.refuse(str(error))
     return {**result, ATTESTATION: __version__}
 
 

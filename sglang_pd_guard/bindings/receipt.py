@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 
+from sglang_pd_guard.bindings import checksum
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.admission import guarded_room
 from sglang_pd_guard.bindings.node import FAULT, Node, prompt_of
 from sglang_pd_guard.guards.admission import Verdict
-from sglang_pd_guard.guards.receipt import SLOTS, Mismatch, Receipt, digest, verify
+from sglang_pd_guard.guards.receipt import SLOTS, Mismatch, Receipt, digest, receipt_in, verify
 
 #: SGLang waits without end for a row that has not landed although the transfer has; prefill writes it first.
 _ROW_WITHIN_S = 1.0
@@ -39,6 +41,9 @@ def set_buf(result, buffers, req) -> None:
                 prompt=digest(prompt_of(req)),
                 nonce=node.admissions.nonce(req.bootstrap_room),
             )
+            if node.settings.checksum:
+                kv = checksum.of_request(node.scheduler, req, receipt.prefix, receipt.tokens)
+                receipt = dataclasses.replace(receipt, checksum=kv)
             words = receipt.words(req.bootstrap_room)
     row[1:].copy_(torch.tensor(words, dtype=torch.int64).to(row.dtype))
 
@@ -130,7 +135,12 @@ def _mismatch(entry, buffers) -> Mismatch | None:
     if row[0] == 0:
         since = receiver.__dict__.setdefault("_pd_guard_landed", time.monotonic())
         return Mismatch("absent", req.bootstrap_room, 0) if time.monotonic() - since > _ROW_WITHIN_S else None
-    mismatch = verify(row, req.bootstrap_room, _expected(req, receiver, published))
+    expected = _expected(req, receiver, published)
+    mismatch = verify(row, req.bootstrap_room, expected)
+    if mismatch is None and nodes.current().settings.checksum:
+        kv = checksum.of_request(nodes.current().scheduler, req, expected.prefix, expected.tokens)
+        if kv != receipt_in(row).checksum:
+            mismatch = Mismatch("checksum", expected.tokens, expected.tokens)  # no log line holds anything of the KV
     if mismatch is None:
         receiver._pd_guard_refused = False
     return mismatch
@@ -155,8 +165,10 @@ def _peer_may_be_silent(node: Node, receiver) -> bool:
 
 
 def _verdict(mismatch: Mismatch) -> Verdict:
-    return Verdict(
-        500,
+    words = (
         "Refused by the PD guard: the KV cache that prefill transferred is not this request's "
-        f"(rule {mismatch.rule}). Nothing was generated. Please retry; if it recurs, report both nodes' server logs.",
+        f"(rule {mismatch.rule}). Nothing was generated. Please retry; if it recurs, report both nodes' server logs."
     )
+    if mismatch.rule == "checksum":
+        words += " --pd-guard-checksum must be set on both nodes or on none, and both need the same --tp-size."
+    return Verdict(500, words)

@@ -4,7 +4,8 @@ The row of SGLang's metadata that carries the bootstrap room has eight 64-bit wo
 first. The receipt fills the other seven, so it travels with the request's own metadata on every transfer
 backend, in the same write as the room:
 
-    0 room (SGLang's)   1 magic and version   2 tokens   3 pages   4 prefix   5 prompt hash   6 nonce   7 check word
+    0 room (SGLang's)   1 magic and version   2 tokens (low half) and pages   3 prefix   4 prompt hash   5 nonce
+    6 checksum of the KV   7 check word
 
 Every word is below 2**63, since the row is signed on some devices.
 
@@ -19,7 +20,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 SLOTS = 8
-MAGIC = int.from_bytes(b"PDRCPT\x00\x01")  # the last byte is the layout's version
+MAGIC = int.from_bytes(b"PDRCPT\x00\x02")  # the last byte is the layout's version
+_HALF = 32
 _BITS, _WORD = (1 << 63) - 1, (1 << 64) - 1
 
 
@@ -33,6 +35,7 @@ class Receipt:
         prefix: tokens at the prompt's start that decode said it holds already, and which were not transferred.
         prompt: `digest` of the prompt.
         nonce: names this use of the bootstrap room; decode chose it.
+        checksum: of the KV that this rank transferred, or 0. `verify` does not compare it, since it costs something to compute.
     """
 
     tokens: int
@@ -40,11 +43,18 @@ class Receipt:
     prefix: int
     prompt: int
     nonce: int
+    checksum: int = 0
 
     def words(self, room: int) -> list[int]:
         """Words 1 to 7 of the row whose word 0 is `room`."""
-        body = [MAGIC, self.tokens, self.pages, self.prefix, self.prompt, self.nonce]
+        body = [MAGIC, self.tokens | self.pages << _HALF, self.prefix, self.prompt, self.nonce, self.checksum]
         return [*body, _check_word([room, *body])]
+
+
+def receipt_in(row: Sequence[int]) -> Receipt:
+    """The receipt in a row that `verify` has found to hold one."""
+    counts, *values = row[2:-1]
+    return Receipt(counts & (1 << _HALF) - 1, counts >> _HALF, *values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +83,12 @@ def verify(row: Sequence[int], room: int, expected: Receipt) -> Mismatch | None:
         return Mismatch("room", room, row[0])
     if not any(row[1:]):
         return Mismatch("absent", MAGIC, 0)
-    _, magic, *values, check = row
+    magic, check = row[1], row[-1]
     if magic != MAGIC:
         return Mismatch("damaged", MAGIC, magic)
     if check != _check_word(row[:-1]):
         return Mismatch("damaged", _check_word(row[:-1]), check)
-    found = Receipt(*values)
+    found = receipt_in(row)
     for rule in ("tokens", "prefix", "pages"):
         want, got = getattr(expected, rule), getattr(found, rule)
         if want is not None and want != got:

@@ -11,7 +11,7 @@ from pd_rig.traffic import SOON, attack, same_room, secret
 
 pytestmark = pytest.mark.engine
 
-FAULTS = {"PD_RIG_FAULT": "short_transfer,receipt_row"}
+FAULTS = {"PD_RIG_FAULT": "short_transfer,receipt_row,wrong_bytes"}
 ALONE = ["--pd-guard-disable", "admission,room,release,capacity,audit"]
 REFUSED = "Refused by the PD guard: the KV cache that prefill transferred is not this request's (rule {})."
 ABORT = "Nothing was generated. Please retry"
@@ -106,6 +106,28 @@ def test_a_stale_receipt_of_the_same_prompt_is_refused_by_its_nonce(clusters, ve
     refused(decode, "nonce")
 
 
+@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.23"], indirect=True)
+def test_bytes_that_arrive_as_others(clusters, version):
+    """The receipt alone believes them; with a checksum the transfer is refused."""
+    prompt = secret(600, random.Random(8))
+
+    def reply(cluster):
+        (cluster.fault_dir / "wrong_bytes").write_text("400000")
+        _, decode = cluster.pair(prompt, 64)
+        (cluster.fault_dir / "wrong_bytes").unlink()
+        return decode
+
+    believed = reply(on(clusters, version))
+    assert believed.status == 200 and believed.text != echo(prompt, 64)
+    cluster = on(clusters, version, guard=[*ALONE, "--pd-guard-checksum"])
+    refused(reply(cluster), "checksum")
+    cluster.wait_idle()
+    for length in (1, 63, 600, 4000):
+        exact(cluster, length, random.Random(8))
+    for node in cluster.nodes:
+        assert "pd-guard fault" not in node.log_text()
+
+
 @pytest.mark.parametrize("version", ["0.5.21"], indirect=True)
 def test_a_prompt_truncated_on_one_side_only(clusters, version):
     cluster = on(clusters, version, prefill_args=["--context-length", "2048", "--allow-auto-truncate"])
@@ -132,14 +154,18 @@ UNTOUCHED = {
     "page-1": ("0.5.19", {"page_size": 1}),
     "page-16-decode-radix-cache": (
         "0.5.23",
-        {"page_size": 16, "decode_args": ["--disaggregation-decode-enable-radix-cache"]},
+        {
+            "page_size": 16,
+            "guard": ["--pd-guard-checksum"],
+            "decode_args": ["--disaggregation-decode-enable-radix-cache"],
+        },
     ),
 }
 
 
 @pytest.mark.parametrize(("version", "options"), UNTOUCHED.values(), ids=UNTOUCHED.keys(), indirect=["version"])
 def test_untouched(clusters, version, options):
-    cluster = on(clusters, version, guard=True, **options)
+    cluster = on(clusters, version, **({"guard": True} | options))
     rng = random.Random(6)
     page = options.get("page_size", 64)
     shared = secret(20 * page, rng)

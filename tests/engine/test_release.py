@@ -9,91 +9,17 @@ import pytest
 from pd_rig.client import get, run_concurrently
 from pd_rig.home import why_missing
 from pd_rig.model import echo
-from pd_rig.traffic import SOON, secret
+from pd_rig.traffic import LARGE_WRITE, LATE_WRITES, SOON, aborts, late_write, secret
 
 pytestmark = pytest.mark.engine
-
-#: SGLang counts on no growth, so it admits a request beside running ones, and gives up waiting for an acknowledgement at once.
-ENV = {
-    "PD_RIG_FAULT": "slow_write",
-    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16",
-    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "1",
-}
-LARGE = 400_000  # bytes: the write of the aborted request and no other's
-
-
-def late_write(cluster, seed: int) -> list[bool]:
-    """Two requests run and grow into the pages of a third, which is aborted while its write is delayed; the write arrives
-    when they are nearly done. Returns whether each of the two got its exact right answer.
-    """
-    rng = random.Random(seed)
-    prompts, n = [secret(128, rng) for _ in range(2)], 900
-    got: list[list[str]] = [[], []]
-
-    def read(prompt: str, pieces: list[str]) -> None:
-        for piece in cluster.pieces(prompt, n):
-            pieces.append(piece)
-
-    threads = [threading.Thread(target=read, args=pair) for pair in zip(prompts, got, strict=True)]
-    for thread in threads:
-        thread.start()
-    while not all(got):
-        time.sleep(0.05)
-    delay = cluster.fault_dir / "slow_write"
-    delays = lambda: cluster.prefills[0].log_text().count("slow_write")  # noqa: E731
-    before = delays()
-    delay.write_text(f"60 {LARGE}")
-    aborted = threading.Thread(target=cluster.pair, args=(secret(1000, rng), 8), kwargs={"rid": f"aborted-{seed}"})
-    aborted.start()
-    while delays() == before:
-        time.sleep(0.05)
-    for node in cluster.nodes:  # by name: SGLang looks only every four seconds whether a client is still there
-        node.post("/abort_request", {"rid": f"aborted-{seed}"})
-    while max(len("".join(g)) for g in got) < 780 and any(t.is_alive() for t in threads):
-        time.sleep(0.05)
-    delay.unlink()
-    for thread in [*threads, aborted]:
-        thread.join()
-    return ["".join(g) == echo(p, n) for p, g in zip(prompts, got, strict=True)]
 
 
 def small(clusters, version, guard):
     if reason := why_missing(version):
         pytest.skip(reason)
     return clusters(
-        version, guard=guard, env=ENV, decode_tokens=2560, decode_args=["--num-reserved-decode-tokens", "16"]
+        version, guard=guard, env=LATE_WRITES, decode_tokens=2560, decode_args=["--num-reserved-decode-tokens", "16"]
     )
-
-
-def aborts(cluster, count: int, seed: int) -> tuple[int, list]:
-    """`count` requests whose clients go away at random moments, some of their writes delayed, beside eight streams of requests.
-
-    Returns how many of the streams' requests were answered, and the wrong answers.
-    """
-    rng = random.Random(seed)
-    delay = cluster.fault_dir / "slow_write"
-    done, answered, wrong = threading.Event(), [], []
-
-    def work(seed: int) -> None:
-        mine = random.Random(seed)
-        while not done.is_set():
-            prompt, n = secret(mine.randrange(1, 129), mine), mine.randrange(20, 200)
-            reply = cluster.complete(prompt, n, timeout=120)
-            answered.append(reply)
-            if reply.text != echo(prompt, n):
-                wrong.append((len(prompt), n, reply))
-
-    threads = [threading.Thread(target=work, args=(rng.random(),)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for _ in range(count):
-        delay.write_text(f"{rng.choice([0, 0.05, 0.3])} {LARGE}")
-        cluster.pair(secret(rng.randrange(600, 1200), rng), 100, timeout=rng.uniform(0.02, 0.5))
-    done.set()
-    for thread in threads:
-        thread.join()
-    delay.unlink()
-    return len(answered), wrong
 
 
 @pytest.mark.parametrize("version", ["0.5.18", "0.5.23"], indirect=True)
@@ -127,7 +53,7 @@ def test_a_room_used_again_right_after_an_abort(clusters, version):
     cluster = small(clusters, version, True)
     rng, room = random.Random(5), 77
     delay = cluster.fault_dir / "slow_write"
-    delay.write_text(f"2 {LARGE}")
+    delay.write_text(f"2 {LARGE_WRITE}")
     cluster.pair(secret(1000, rng), 8, room=room, timeout=1)
     statuses = []
     for _ in range(40):
@@ -151,7 +77,7 @@ def test_a_peer_that_hangs_and_peers_that_are_killed(clusters, version):
     """
     if reason := why_missing(version):
         pytest.skip(reason)
-    env = ENV | {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}
+    env = LATE_WRITES | {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}
     cluster = clusters(version, guard=["--pd-guard-max-quarantined", "0.1"], env=env, fresh=True)
     rng = random.Random(6)
     delay = cluster.fault_dir / "slow_write"
@@ -172,7 +98,7 @@ def test_a_peer_that_hangs_and_peers_that_are_killed(clusters, version):
         return reply.status_code == 200
 
     def in_flight() -> None:
-        delay.write_text(f"60 {LARGE}")
+        delay.write_text(f"60 {LARGE_WRITE}")
         threading.Thread(target=cluster.pair, args=(secret(1000, rng), 8), kwargs={"timeout": 4}).start()
         time.sleep(2)
 

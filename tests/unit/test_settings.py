@@ -31,12 +31,13 @@ def test_every_flag():
         "--enable-pd-guard", "--pd-guard-mode", "observe", "--pd-guard-peer", "prefer",
         "--pd-guard-disable", " admission ,", "--pd-guard-allow-unverified", "--pd-guard-allow-capacity-mismatch",
         "--pd-guard-max-quarantined", "0.5", "--pd-guard-max-batch-mib", "8",
+        "--pd-guard-checksum",
     )  # fmt: skip
-    assert got == Settings("observe", "prefer", frozenset({"admission"}), True, True, 0.5, 8)
+    assert got == Settings("observe", "prefer", frozenset({"admission"}), True, True, 0.5, 8, True)
 
 
 def test_environment_round_trip():
-    settings = Settings("observe", "prefer", frozenset(GUARDS), True, True, 0.1, 0)
+    settings = Settings("observe", "prefer", frozenset(GUARDS), True, True, 0.1, 0, True)
     assert Settings.from_env(settings.to_env()) == settings
     assert Settings.from_env(Settings().to_env()) == Settings()
 

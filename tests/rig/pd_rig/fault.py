@@ -15,6 +15,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+_ENGINE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine."
+
 #: Fault name -> function that hooks it into SGLang.
 FAULTS: dict[str, Callable[[], None]] = {}
 
@@ -54,12 +56,23 @@ def slow_write() -> None:
             logger.warning("slow_write: %d bytes to %s go now", size, session_id)
         return original(self, session_id, buffers, peer_buffer_addresses, lengths, *args, **kwargs)
 
-    HookRegistry.register(
-        "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
-        ".MooncakeTransferEngine.batch_transfer_sync",
-        batch_transfer_sync,
-        HookType.AROUND,
-    )
+    HookRegistry.register(_ENGINE + "batch_transfer_sync", batch_transfer_sync, HookType.AROUND)
+
+
+@fault
+def wrong_bytes() -> None:
+    """Let the first half of each block of a large write arrive as its second half. Control file: ``MIN_BYTES``, smaller writes are right."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def batch_transfer_sync(original, self, session_id, buffers, peer_buffer_addresses, lengths, *args, **kwargs):
+        result = original(self, session_id, buffers, peer_buffer_addresses, lengths, *args, **kwargs)
+        words = control("wrong_bytes")
+        if words and sum(lengths) >= int(words[0]):
+            for source, target, length in zip(buffers, peer_buffer_addresses, lengths, strict=True):
+                original(self, session_id, [source + length // 2], [target], [length // 2], *args, **kwargs)
+        return result
+
+    HookRegistry.register(_ENGINE + "batch_transfer_sync", batch_transfer_sync, HookType.AROUND)
 
 
 @fault

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import string
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -19,6 +21,15 @@ SOON = 2 * float(os.environ.get("PD_GUARD_PATIENCE", "1"))
 
 #: So many characters in a row are no coincidence in random letters.
 LEAK = 12
+
+#: Environment for `late_write` and `aborts`: SGLang counts on no growth, so it admits a request beside running ones, and
+#: gives up waiting for an acknowledgement at once.
+LATE_WRITES = {
+    "PD_RIG_FAULT": "slow_write",
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16",
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "1",
+}
+LARGE_WRITE = 400_000  # bytes: the write of the aborted request and no other's
 
 
 def secret(length: int, rng: random.Random) -> str:
@@ -133,3 +144,69 @@ def same_room(cluster: Cluster, tries: int, *, seed: int = 3, timeout: float = 8
         prefill, decode = zip(*replies, strict=True)
         runs = [shared_run(reply.text or "", other) for reply, other in zip(decode, reversed(prompts), strict=True)]
         yield SameRoom(prompts, list(prefill), list(decode), [run for run in runs if len(run) >= LEAK])
+
+
+def late_write(cluster: Cluster, seed: int) -> list[bool]:
+    """Two requests run and grow into the pages of a third, which is aborted while its write is delayed; the write arrives
+    when they are nearly done. Returns whether each of the two got its exact right answer.
+    """
+    rng = random.Random(seed)
+    prompts, n = [secret(128, rng) for _ in range(2)], 900
+    got: list[list[str]] = [[], []]
+
+    def read(prompt: str, pieces: list[str]) -> None:
+        for piece in cluster.pieces(prompt, n):
+            pieces.append(piece)
+
+    threads = [threading.Thread(target=read, args=pair) for pair in zip(prompts, got, strict=True)]
+    for thread in threads:
+        thread.start()
+    while not all(got):
+        time.sleep(0.05)
+    delay = cluster.fault_dir / "slow_write"
+    delays = lambda: cluster.prefills[0].log_text().count("slow_write")  # noqa: E731
+    before = delays()
+    delay.write_text(f"60 {LARGE_WRITE}")
+    aborted = threading.Thread(target=cluster.pair, args=(secret(1000, rng), 8), kwargs={"rid": f"aborted-{seed}"})
+    aborted.start()
+    while delays() == before:
+        time.sleep(0.05)
+    for node in cluster.nodes:  # by name: SGLang looks only every four seconds whether a client is still there
+        node.post("/abort_request", {"rid": f"aborted-{seed}"})
+    while max(len("".join(g)) for g in got) < 780 and any(t.is_alive() for t in threads):
+        time.sleep(0.05)
+    delay.unlink()
+    for thread in [*threads, aborted]:
+        thread.join()
+    return ["".join(g) == echo(p, n) for p, g in zip(prompts, got, strict=True)]
+
+
+def aborts(cluster: Cluster, count: int, seed: int) -> tuple[int, list]:
+    """`count` requests whose clients go away at random moments, some of their writes delayed, beside eight streams of requests.
+
+    Returns how many of the streams' requests were answered, and the wrong answers.
+    """
+    rng = random.Random(seed)
+    delay = cluster.fault_dir / "slow_write"
+    done, answered, wrong = threading.Event(), [], []
+
+    def work(seed: int) -> None:
+        mine = random.Random(seed)
+        while not done.is_set():
+            prompt, n = secret(mine.randrange(1, 129), mine), mine.randrange(20, 200)
+            reply = cluster.complete(prompt, n, timeout=120)
+            answered.append(reply)
+            if reply.text != echo(prompt, n):
+                wrong.append((len(prompt), n, reply))
+
+    threads = [threading.Thread(target=work, args=(rng.random(),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(count):
+        delay.write_text(f"{rng.choice([0, 0.05, 0.3])} {LARGE_WRITE}")
+        cluster.pair(secret(rng.randrange(600, 1200), rng), 100, timeout=rng.uniform(0.02, 0.5))
+    done.set()
+    for thread in threads:
+        thread.join()
+    delay.unlink()
+    return len(answered), wrong
