@@ -1,6 +1,6 @@
 """What the guard costs: a guarded and an unguarded pair of the same SGLang, measured by turns in one run.
 
-    scripts/bench.sh [--version V] [--rounds N]
+    scripts/bench.sh [--version V] [--rounds N] [--flags "FLAG ..."]
 
 Both clusters are up all the time; the one that is not measured is stopped (SIGSTOP), so it takes no processor. Each
 round measures unguarded, guarded, guarded, unguarded. Printed are the ratios guarded/unguarded of each round's medians:
@@ -83,17 +83,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", default="0.5.23")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--flags", default="", help="further flags of the guard, such as --pd-guard-checksum")
     args = parser.parse_args()
     logs = Path(tempfile.mkdtemp(prefix="pd-guard-bench-"))
     rng = random.Random(0)
     ratios: dict[str, dict[str, list[float]]] = {}
+    pair = {"version": args.version, "decode_tokens": 32768, "prefill_tokens": 32768}
     try:
-        with (
-            Cluster(args.version, decode_tokens=32768, prefill_tokens=32768, log_dir=logs / "off") as off,
-        ):
+        with Cluster(**pair, log_dir=logs / "off") as off:
             send(off, signal.SIGSTOP)
             try:
-                with Cluster(args.version, guard=True, decode_tokens=32768, prefill_tokens=32768, log_dir=logs / "on") as on:
+                with Cluster(**pair, guard=args.flags.split(), log_dir=logs / "on") as on:
                     send(on, signal.SIGSTOP)
                     try:
                         for n in range(args.rounds):

@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
 # Measures what the guard costs, guarded and unguarded servers by turns; see scripts/bench.py. About ten minutes on two cores.
+# With --batch: what the limit on one write brings and costs; see scripts/bench_batch.py.
 #
-#   scripts/bench.sh [--version V] [--rounds N]
+#   scripts/bench.sh [--version V] [--rounds N] [--flags "FLAG ..."]
+#   scripts/bench.sh --batch [--version V] [--rounds N] [--mib M]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 rig_home=$(scripts/env.sh)
 export PD_GUARD_RIG_HOME=$rig_home
-exec "$rig_home/venv/bin/python" scripts/bench.py "$@"
+script=scripts/bench.py
+if [ "${1:-}" = --batch ]; then
+    script=scripts/bench_batch.py
+    shift
+fi
+exec "$rig_home/venv/bin/python" "$script" "$@"

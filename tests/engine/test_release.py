@@ -25,7 +25,7 @@ def small(clusters, version, guard):
 @pytest.mark.parametrize("version", ["0.5.18", "0.5.23"], indirect=True)
 def test_unguarded_a_late_write_lands_in_the_next_owners_pages(clusters, version):
     cluster = small(clusters, version, False)
-    assert not all(all(late_write(cluster, seed)) for seed in range(2))
+    assert "wrong" in [outcome for seed in range(3) for outcome in late_write(cluster, seed)]
     assert "slow_write" in cluster.prefills[0].log_text()
 
 
@@ -33,7 +33,7 @@ def test_unguarded_a_late_write_lands_in_the_next_owners_pages(clusters, version
 def test_guarded_it_lands_where_nobody_reads(clusters, version):
     cluster = small(clusters, version, True)
     for seed in range(2):
-        assert all(late_write(cluster, seed))
+        assert late_write(cluster, seed) == ["exact", "exact"]
     cluster.wait_idle()
     assert "slow_write" in cluster.prefills[0].log_text()
     prompts = [secret(300, random.Random(i)) for i in range(8)]

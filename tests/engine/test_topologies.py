@@ -1,8 +1,5 @@
-"""The admission guard where SGLang runs otherwise: schedulers, chunking, optimistic prefill, two prefills.
+"""The admission guard where SGLang runs otherwise: schedulers, chunking, optimistic prefill, two prefills."""
 
-TP, PP and DP are not here yet: on a platform without CUDA SGLang builds a NCCL communicator for every group of more than
-one rank, and two nodes of two DP ranks each are more than two cores carry.
-"""
 
 import random
 

@@ -451,7 +451,10 @@ class Cluster:
                 raise RigError(f"a streamed request was answered with HTTP {response.status_code}")
             for line in response.iter_lines():
                 if line.startswith(b"data: {"):
-                    yield json.loads(line[6:])["choices"][0]["text"]
+                    chunk = json.loads(line[6:])
+                    if "choices" not in chunk:
+                        raise RigError(f"a streamed request ended with an error: {chunk}")
+                    yield chunk["choices"][0]["text"]
 
     def chat(self, content: str, n: int = 40, timeout: float = 30, **extra: Any) -> Reply:
         """The same for ``/v1/chat/completions``; the chat template adds nothing, so the prompt is ``content``."""
