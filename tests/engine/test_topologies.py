@@ -1,6 +1,5 @@
 """The admission guard where SGLang runs otherwise: schedulers, chunking, optimistic prefill, two prefills."""
 
-
 import random
 
 import pytest

@@ -61,7 +61,7 @@ def slow_write() -> None:
 
 @fault
 def wrong_bytes() -> None:
-    """Let the first half of each block of a large write arrive as its second half. Control file: ``MIN_BYTES``, smaller writes are right."""
+    """Let the second half of each block of a large write arrive as its first half. Control file: ``MIN_BYTES``, smaller writes are right."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def batch_transfer_sync(original, self, session_id, buffers, peer_buffer_addresses, lengths, *args, **kwargs):
@@ -69,7 +69,7 @@ def wrong_bytes() -> None:
         words = control("wrong_bytes")
         if words and sum(lengths) >= int(words[0]):
             for source, target, length in zip(buffers, peer_buffer_addresses, lengths, strict=True):
-                original(self, session_id, [source + length // 2], [target], [length // 2], *args, **kwargs)
+                original(self, session_id, [source], [target + length // 2], [length // 2], *args, **kwargs)
         return result
 
     HookRegistry.register(_ENGINE + "batch_transfer_sync", batch_transfer_sync, HookType.AROUND)
