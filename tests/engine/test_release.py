@@ -14,11 +14,11 @@ from pd_rig.traffic import LARGE_WRITE, LATE_WRITES, SOON, aborts, late_write, s
 pytestmark = pytest.mark.engine
 
 
-def small(clusters, version, guard):
+def small(clusters, version, guard, env=LATE_WRITES):
     if reason := why_missing(version):
         pytest.skip(reason)
     return clusters(
-        version, guard=guard, env=LATE_WRITES, decode_tokens=2560, decode_args=["--num-reserved-decode-tokens", "16"]
+        version, guard=guard, env=env, decode_tokens=2560, decode_args=["--num-reserved-decode-tokens", "16"]
     )
 
 
@@ -26,6 +26,18 @@ def small(clusters, version, guard):
 def test_unguarded_a_late_write_lands_in_the_next_owners_pages(clusters, version):
     cluster = small(clusters, version, False)
     assert "wrong" in [outcome for seed in range(3) for outcome in late_write(cluster, seed)]
+    assert "slow_write" in cluster.prefills[0].log_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("version", "aborted_at"), [("0.5.20", "both"), ("0.5.20", "prefill"), ("0.5.23", "prefill")], indirect=["version"]
+)
+def test_unguarded_while_sglang_itself_holds_the_pages(clusters, version, aborted_at):
+    """With its deferred release on and its 30 s: the late write lands in nobody's pages."""
+    deferred = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+    cluster = small(clusters, version, False, env=LATE_WRITES | {deferred: "1", f"{deferred}_TIMEOUT": "30"})
+    assert "wrong" not in [outcome for seed in range(3) for outcome in late_write(cluster, seed, aborted_at)]
     assert "slow_write" in cluster.prefills[0].log_text()
 
 
