@@ -12,6 +12,7 @@ on a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import random
@@ -21,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -65,14 +67,58 @@ def send(cluster: Cluster, what: signal.Signals) -> None:
             process.send_signal(what)
 
 
-def turn(cluster: Cluster, rng: random.Random) -> dict[str, float]:
+@contextlib.contextmanager
+def paused(**options) -> Iterator[Cluster]:
+    """A cluster that is stopped whenever it has no turn."""
+    with Cluster(**options) as cluster:
+        send(cluster, signal.SIGSTOP)
+        try:
+            yield cluster
+        finally:
+            send(cluster, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def awake(cluster: Cluster) -> Iterator[None]:
+    """A paused cluster's turn."""
     send(cluster, signal.SIGCONT)
     time.sleep(1)  # the servers close connections that were idle for too long; a request must not meet that
     try:
-        stream(cluster, secret(PROMPT, rng))  # not measured: the first after a pause
-        return measure(cluster, rng)
+        yield
     finally:
         send(cluster, signal.SIGSTOP)
+
+
+def by_turns(
+    args: argparse.Namespace, pair: dict, first: dict, second: dict, one_round: Callable[[Cluster, Cluster], None]
+) -> int:
+    """Starts two clusters with the options ``pair`` and each its own, and calls ``one_round`` with them ``args.rounds`` times.
+
+    Prints the machine. Returns the exit status.
+    """
+    logs = Path(tempfile.mkdtemp(prefix="pd-guard-bench-"))
+    pair = {"version": args.version, **pair}
+    try:
+        with (
+            paused(**pair, **first, log_dir=logs / "first") as one,
+            paused(**pair, **second, log_dir=logs / "second") as other,
+        ):
+            for n in range(args.rounds):
+                print(f"round {n + 1} of {args.rounds}", file=sys.stderr, flush=True)
+                one_round(one, other)
+    except RigError as error:
+        print(f"{error}\nThe servers' logs are in {logs}", file=sys.stderr)
+        return 3
+    shutil.rmtree(logs)
+    memory = psutil.virtual_memory().total / 2**30
+    print(f"SGLang {args.version}, {args.rounds} rounds, {os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB, no GPU")
+    return 0
+
+
+def turn(cluster: Cluster, rng: random.Random) -> dict[str, float]:
+    with awake(cluster):
+        stream(cluster, secret(PROMPT, rng))  # not measured: the first after a pause
+        return measure(cluster, rng)
 
 
 def spread(ratios: list[float]) -> str:
@@ -85,34 +131,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--flags", default="", help="further flags of the guard, such as --pd-guard-checksum")
     args = parser.parse_args()
-    logs = Path(tempfile.mkdtemp(prefix="pd-guard-bench-"))
     rng = random.Random(0)
     ratios: dict[str, dict[str, list[float]]] = {}
-    pair = {"version": args.version, "decode_tokens": 32768, "prefill_tokens": 32768}
-    try:
-        with Cluster(**pair, log_dir=logs / "off") as off:
-            send(off, signal.SIGSTOP)
-            try:
-                with Cluster(**pair, guard=args.flags.split(), log_dir=logs / "on") as on:
-                    send(on, signal.SIGSTOP)
-                    try:
-                        for n in range(args.rounds):
-                            print(f"round {n + 1} of {args.rounds}", file=sys.stderr, flush=True)
-                            before, first, second, after = (turn(c, rng) for c in (off, on, on, off))
-                            for name in before:
-                                chance, guard = ratios.setdefault(name, {"chance": [], "guard": []}).values()
-                                chance.append(after[name] / before[name])
-                                guard.append((first[name] + second[name]) / (before[name] + after[name]))
-                    finally:
-                        send(on, signal.SIGCONT)
-            finally:
-                send(off, signal.SIGCONT)
-    except RigError as error:
-        print(f"{error}\nThe servers' logs are in {logs}", file=sys.stderr)
-        return 3
-    shutil.rmtree(logs)
-    memory = psutil.virtual_memory().total / 2**30
-    print(f"SGLang {args.version}, {args.rounds} rounds, {os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB, no GPU")
+
+    def one_round(off: Cluster, on: Cluster) -> None:
+        before, first, second, after = (turn(cluster, rng) for cluster in (off, on, on, off))
+        for name in before:
+            chance, guard = ratios.setdefault(name, {"chance": [], "guard": []}).values()
+            chance.append(after[name] / before[name])
+            guard.append((first[name] + second[name]) / (before[name] + after[name]))
+
+    pools = {"decode_tokens": 32768, "prefill_tokens": 32768}
+    if status := by_turns(args, pools, {}, {"guard": args.flags.split()}, one_round):
+        return status
     print(f"{'':12}{'guarded/unguarded':28}unguarded/unguarded")
     for name, found in ratios.items():
         print(f"{name:12}{spread(found['guard']):28}{spread(found['chance'])}")

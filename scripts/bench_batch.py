@@ -2,28 +2,20 @@
 
     scripts/bench.sh --batch [--version V] [--rounds N] [--mib M]
 
-Each turn sends prompts of 16,000 tokens (64 MiB of KV on the rig) that prefill has cached, so that the transfer takes most of the time:
-some are answered, for the throughput, and some are aborted at random moments, for the time that decode holds their pages.
+Each turn sends prompts of 16,000 tokens (64 MiB of KV on the rig) that prefill has cached: some are answered, for the throughput, and some are aborted at random moments, for the time that decode holds their pages.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import random
 import re
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
-import psutil
-from bench import send, spread
+from bench import awake, by_turns, spread
 from pd_rig.cluster import Cluster, RigError
 from pd_rig.model import echo
 from pd_rig.traffic import secret
@@ -63,13 +55,9 @@ def measure(cluster: Cluster, prompt: str, rng: random.Random) -> dict[str, floa
 
 
 def turn(cluster: Cluster, prompt: str, rng: random.Random) -> dict[str, float]:
-    send(cluster, signal.SIGCONT)
-    time.sleep(1)
-    try:
+    with awake(cluster):
         cluster.complete(prompt, 2, timeout=300)  # not measured; the first one fills prefill's cache
         return measure(cluster, prompt, rng)
-    finally:
-        send(cluster, signal.SIGSTOP)
 
 
 def main() -> int:
@@ -78,33 +66,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--mib", type=int, default=4)
     args = parser.parse_args()
-    logs = Path(tempfile.mkdtemp(prefix="pd-guard-bench-"))
     rng = random.Random(0)
     prompt = secret(PROMPT, rng)
     found: dict[str, dict[str, list[float]]] = {}
-    pair = {"version": args.version, "prefill_tokens": 20480, "decode_tokens": 20480, "common_args": ["--chunked-prefill-size", "-1"]}
-    try:
-        with Cluster(**pair, guard=["--pd-guard-max-batch-mib", "0"], log_dir=logs / "whole") as whole:
-            send(whole, signal.SIGSTOP)
-            try:
-                with Cluster(**pair, guard=["--pd-guard-max-batch-mib", str(args.mib)], log_dir=logs / "cut") as cut:
-                    send(cut, signal.SIGSTOP)
-                    try:
-                        for n in range(args.rounds):
-                            print(f"round {n + 1} of {args.rounds}", file=sys.stderr, flush=True)
-                            for name, cluster in (("whole", whole), ("cut", cut)):
-                                for what, value in turn(cluster, prompt, rng).items():
-                                    found.setdefault(what, {"whole": [], "cut": []})[name].append(value)
-                    finally:
-                        send(cut, signal.SIGCONT)
-            finally:
-                send(whole, signal.SIGCONT)
-    except RigError as error:
-        print(f"{error}\nThe servers' logs are in {logs}", file=sys.stderr)
-        return 3
-    shutil.rmtree(logs)
-    memory = psutil.virtual_memory().total / 2**30
-    print(f"SGLang {args.version}, {args.rounds} rounds, {os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB, no GPU")
+
+    def one_round(whole: Cluster, cut: Cluster) -> None:
+        for name, cluster in (("whole", whole), ("cut", cut)):
+            for what, value in turn(cluster, prompt, rng).items():
+                found.setdefault(what, {"whole": [], "cut": []})[name].append(value)
+
+    pair = {"prefill_tokens": 20480, "decode_tokens": 20480, "common_args": ["--chunked-prefill-size", "-1"]}
+    limits = [{"guard": ["--pd-guard-max-batch-mib", str(mib)]} for mib in (0, args.mib)]
+    if status := by_turns(args, pair, *limits, one_round):
+        return status
     for what, values in found.items():
         ratios = [cut / whole for cut, whole in zip(values["cut"], values["whole"], strict=True)]
         medians = {name: statistics.median(numbers) for name, numbers in values.items()}

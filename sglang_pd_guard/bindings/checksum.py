@@ -37,6 +37,7 @@ def of_slots(tensors: list, slots) -> int:
     import torch
 
     total = torch.zeros((), dtype=torch.int64, device=slots.device)
+    rows = _odd(torch.arange(len(slots), device=slots.device), _ROW)
     for tensor in tensors:
         part = torch.zeros_like(total)
         for start in range(0, len(slots), _TOKENS):
@@ -45,8 +46,7 @@ def of_slots(tensors: list, slots) -> int:
             if words.shape[1] % 4 == 0:
                 words = words.view(torch.int32)
             columns = _odd(torch.arange(words.shape[1], device=slots.device), _COLUMN)
-            rows = _odd(torch.arange(start, start + len(some), device=slots.device), _ROW)
-            part += ((words * columns).sum(1) * rows).sum()
+            part += ((words * columns).sum(1) * rows[start : start + _TOKENS]).sum()
         total = total * _signed(_BUFFER) + part
     return int(total.item()) & _MASK or 1
 

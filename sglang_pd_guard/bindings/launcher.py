@@ -44,7 +44,8 @@ def launch_subprocesses(original, cls, server_args, *args, **kwargs):
         seal.refuse("SGLANG_RUST_SERVER is not supported on prefill: its bootstrap server has no place for the guard's route")
     setattr(server_args, ATTRIBUTE, settings)
     os.environ.update(settings.to_env())
-    status.serve()
+    if server_args.disaggregation_mode == "decode":  # prefill never stops admitting
+        status.serve()
     result = original(cls, server_args, *args, **kwargs)
     _demand_attestation(result, server_args)
     return result

@@ -85,7 +85,6 @@ class Node:
         self.holds = Holds()
         self.writes = Writes()
         self.quarantined = 0
-        self._full = False
         self._drain_asked: OrderedDict[int, dict[Endpoint, Drain]] = OrderedDict()
         self._drain_lock = threading.Lock()
         self.scheduler = None
@@ -343,10 +342,10 @@ class Node:
 
     def quarantine(self, pages: int) -> None:
         """decode: so many pages are quarantined now, as all ranks agree; beyond the limit this node admits nothing."""
+        was_full = self.no_room_left() is not None
         self.quarantined = pages
         full = self.no_room_left() is not None
-        if full != self._full:
-            self._full = full
+        if full != was_full:
             with self.shield("release"):
                 self.telemetry.admitting(not full, pages)
                 if self.is_entry_rank:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
 
@@ -33,17 +32,16 @@ def set_buf(result, buffers, req) -> None:
     if guarded_room(req) is not None:
         with node.shield("set_buf", req):  # without a receipt, decode refuses
             sender = req.disagg_kv_sender
+            tokens, prefix = len(req.origin_input_ids), getattr(sender, "_pd_guard_prefix", 0)
             receipt = Receipt(
-                tokens=len(req.origin_input_ids),
+                tokens=tokens,
                 # SGLang sends this row with the chunk that completes this number, and with no other.
                 pages=sender.num_kv_indices,
-                prefix=getattr(sender, "_pd_guard_prefix", 0),
+                prefix=prefix,
                 prompt=digest(prompt_of(req)),
                 nonce=node.admissions.nonce(req.bootstrap_room),
+                checksum=checksum.of_request(node.scheduler, req, prefix, tokens) if node.settings.checksum else 0,
             )
-            if node.settings.checksum:
-                kv = checksum.of_request(node.scheduler, req, receipt.prefix, receipt.tokens)
-                receipt = dataclasses.replace(receipt, checksum=kv)
             words = receipt.words(req.bootstrap_room)
     row[1:].copy_(torch.tensor(words, dtype=torch.int64).to(row.dtype))
 

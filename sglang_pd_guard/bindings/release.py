@@ -100,9 +100,9 @@ def _hold(node: Node, entry) -> tuple[bool, bool]:
     Returns whether there is none, and whether the pages are in no quarantine.
     """
     req, receiver, now = entry.req, entry.kv_receiver, time.monotonic()
-    nonce = receiver._pd_guard_nonce
+    nonce, pages = receiver._pd_guard_nonce, _pages(node, req)
     writers = {rank_endpoint(info): info for info in receiver.bootstrap_infos}
-    node.holds.hold(nonce, _pages(node, req), writers, now)
+    node.holds.hold(nonce, pages, writers, now)
     _answer(node.scheduler, req, _reason(node.manager, req.bootstrap_room))
     missing = node.holds.missing(nonce)
     if not missing:
@@ -115,7 +115,7 @@ def _hold(node: Node, entry) -> tuple[bool, bool]:
     quarantined = node.holds.quarantined(nonce, now)
     if quarantined and not hasattr(receiver, "_pd_guard_quarantined"):
         receiver._pd_guard_quarantined = True
-        node.telemetry.quarantined(req.rid, req.bootstrap_room, _pages(node, req), receiver.bootstrap_addr)
+        node.telemetry.quarantined(req.rid, req.bootstrap_room, pages, receiver.bootstrap_addr)
     return False, not quarantined
 
 

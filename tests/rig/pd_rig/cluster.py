@@ -63,10 +63,11 @@ class NodeHandle(ServerProcess):
         self.page_size = page_size
 
     def load(self) -> dict[str, Any]:
-        """This node's entry of ``/v1/loads``, which every supported release has; with several DP ranks, their sum."""
+        """This node's entry of ``/v1/loads``, which every supported release has."""
         reply = get(f"{self.url}/v1/loads?include=all")
         reply.raise_for_status()
-        return _total(reply.json()["loads"])
+        (load,) = reply.json()["loads"]
+        return load
 
     def used_pages(self) -> int:
         """Pages of this node's pool that are neither free nor evictable."""
@@ -106,7 +107,6 @@ class Cluster:
         prefill_tokens: int = 4096,
         decode_tokens: int = 8192,
         page_size: int = 64,
-        layers: int = 1,
         prefills: int = 1,
         router: bool = True,
         prefill_args: Sequence[str] = (),
@@ -126,7 +126,6 @@ class Cluster:
             raise RigError(reason)
         self.version = version
         self.page_size = page_size
-        self._layers = layers
         self.prefills: list[NodeHandle] = []
         self.decode: NodeHandle
         self.router_url: str | None = None
@@ -187,7 +186,7 @@ class Cluster:
         """Start a single node and return at once, for tests of the start-up itself; `stop` ends it."""
         _live.add(self)
         self._make_folders()
-        return self._start_node(role, role, ensure_model(self._layers))
+        return self._start_node(role, role, ensure_model())
 
     def wait_healthy(self, node: NodeHandle) -> None:
         """Wait until this node's ``/health`` says 200; raise RigError if it ends before."""
@@ -257,7 +256,7 @@ class Cluster:
         self.fault_dir.mkdir(exist_ok=True)
 
     def _start_nodes(self) -> None:
-        model = ensure_model(self._layers)
+        model = ensure_model()
         self.prefills.clear()
         for i in range(self._prefill_count):
             name = "prefill" if self._prefill_count == 1 else f"prefill{i}"
@@ -269,7 +268,7 @@ class Cluster:
         bootstrap_port = self._ports.take() if role == "prefill" else None
         command = [rig_python(), *self._entry, "--model-path", str(model)]
         command += ["--served-model-name", "echo", "--host", HOST, "--port", str(port)]
-        if "--dp-size" not in [*self._common_args, *self._args[role]]:  # where every DP rank takes a port of its own
+        if "--dp-size" not in self._common_args:  # where every DP rank takes a port of its own
             command += ["--nccl-port", str(self._ports.take())]
         command += ["--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
@@ -508,19 +507,6 @@ class Cluster:
             "waiting": load["num_waiting_reqs"],
             **{key: value for key, value in queues.items() if key.endswith("_queue_reqs")},
         }
-
-
-def _total(loads: list[dict[str, Any]]) -> dict[str, Any]:
-    total = dict(loads[0])
-    for load in loads[1:]:
-        for key, value in load.items():
-            if key == "timestamp":
-                total[key] = min(total[key], value)
-            elif isinstance(value, dict):
-                total[key] = _total([total[key], value])
-            elif isinstance(value, int | float):
-                total[key] += value
-    return total
 
 
 def pages_of(load: Mapping[str, Any], page_size: int) -> int:

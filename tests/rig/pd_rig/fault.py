@@ -15,7 +15,9 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_ENGINE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine."
+_WRITE = (
+    "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine.batch_transfer_sync"
+)
 
 #: Fault name -> function that hooks it into SGLang.
 FAULTS: dict[str, Callable[[], None]] = {}
@@ -56,7 +58,7 @@ def slow_write() -> None:
             logger.warning("slow_write: %d bytes to %s go now", size, session_id)
         return original(self, session_id, buffers, peer_buffer_addresses, lengths, *args, **kwargs)
 
-    HookRegistry.register(_ENGINE + "batch_transfer_sync", batch_transfer_sync, HookType.AROUND)
+    HookRegistry.register(_WRITE, batch_transfer_sync, HookType.AROUND)
 
 
 @fault
@@ -72,7 +74,7 @@ def wrong_bytes() -> None:
                 original(self, session_id, [source], [target + length // 2], [length // 2], *args, **kwargs)
         return result
 
-    HookRegistry.register(_ENGINE + "batch_transfer_sync", batch_transfer_sync, HookType.AROUND)
+    HookRegistry.register(_WRITE, batch_transfer_sync, HookType.AROUND)
 
 
 @fault

@@ -167,14 +167,15 @@ def late_write(cluster: Cluster, seed: int, aborted_at: Literal["both", "prefill
     while not all(got):
         time.sleep(0.05)
     delay = cluster.fault_dir / "slow_write"
-    delays = lambda: cluster.prefills[0].log_text().count("slow_write")  # noqa: E731
-    before = delays()
+    log = cluster.prefills[0].log_text
+    before = log().count("slow_write")
     delay.write_text(f"60 {LARGE_WRITE}")
     aborted = threading.Thread(target=cluster.pair, args=(secret(1000, rng), 8), kwargs={"rid": f"aborted-{seed}"})
     aborted.start()
-    while delays() == before:
+    while log().count("slow_write") == before:
         time.sleep(0.05)
-    for node in cluster.nodes if aborted_at == "both" else cluster.prefills:  # by name: SGLang looks only every four seconds whether a client is still there
+    # By name: SGLang looks only every four seconds whether a client is still there.
+    for node in cluster.nodes if aborted_at == "both" else cluster.prefills:
         node.post("/abort_request", {"rid": f"aborted-{seed}"})
     while max(len("".join(g)) for g in got) < 780 and any(t.is_alive() for t in threads):
         time.sleep(0.05)
