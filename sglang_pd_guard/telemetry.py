@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
+import traceback
 
 logger = logging.getLogger("sglang_pd_guard")
 
@@ -117,8 +119,12 @@ class Telemetry:
     def fault(self, seam: str, rid: str | None, room: int | None) -> None:
         _metric("faults").labels(self.role, seam).inc()
         # The exception's text may quote the request: only its type and place are logged.
-        logger.error("pd-guard fault seam=%s role=%s rid=%s room=%s", seam, self.role, rid, room)
-        logger.debug("pd-guard fault", exc_info=True)
+        kind, _, trace = sys.exc_info()
+        place = traceback.extract_tb(trace)[-1] if trace else None
+        logger.error(
+            "pd-guard fault seam=%s role=%s rid=%s room=%s error=%s at=%s:%s",
+            seam, self.role, rid, room, kind and kind.__name__, place and place.filename, place and place.lineno,
+        )  # fmt: skip
 
     def dropped_refusal(self, room: int) -> None:
         _metric("dropped_refusals").labels(self.role).inc()

@@ -51,12 +51,6 @@ class Receipt:
         return [*body, _check_word([room, *body])]
 
 
-def receipt_in(row: Sequence[int]) -> Receipt:
-    """The receipt in a row that `verify` has found to hold one."""
-    counts, *values = row[2:-1]
-    return Receipt(counts & (1 << _HALF) - 1, counts >> _HALF, *values)
-
-
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
     """Why a transfer is not believed: the rule, and the two numbers that should be equal."""
@@ -71,13 +65,8 @@ def digest(token_ids: Iterable[int]) -> int:
     return _hash(array("q", token_ids).tobytes())
 
 
-def verify(row: Sequence[int], room: int, expected: Receipt) -> Mismatch | None:
-    """Whether the metadata row of the request in `room` says that exactly what was expected has been transferred.
-
-    Returns:
-        The first rule that is broken: ``room``, ``absent``, ``damaged``, ``tokens``, ``prefix``, ``pages``, ``prompt``
-        or ``nonce``; None where there is none.
-    """
+def read(row: Sequence[int], room: int) -> Receipt | Mismatch:
+    """The receipt in the metadata row of the request in `room`, or why it holds none: ``room``, ``absent`` or ``damaged``."""
     row = [int(word) & _WORD for word in row]
     if row[0] != room:
         return Mismatch("room", room, row[0])
@@ -88,7 +77,20 @@ def verify(row: Sequence[int], room: int, expected: Receipt) -> Mismatch | None:
         return Mismatch("damaged", MAGIC, magic)
     if check != _check_word(row[:-1]):
         return Mismatch("damaged", _check_word(row[:-1]), check)
-    found = receipt_in(row)
+    counts, *values = row[2:-1]
+    return Receipt(counts & (1 << _HALF) - 1, counts >> _HALF, *values)
+
+
+def verify(row: Sequence[int], room: int, expected: Receipt) -> Mismatch | None:
+    """Whether the metadata row of the request in `room` says that exactly what was expected has been transferred.
+
+    Returns:
+        The first rule that is broken: ``room``, ``absent``, ``damaged``, ``tokens``, ``prefix``, ``pages``, ``prompt``
+        or ``nonce``; None where there is none.
+    """
+    found = read(row, room)
+    if isinstance(found, Mismatch):
+        return found
     for rule in ("tokens", "prefix", "pages"):
         want, got = getattr(expected, rule), getattr(found, rule)
         if want is not None and want != got:

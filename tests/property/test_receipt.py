@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pd_guard.guards.receipt import SLOTS, Receipt, digest, receipt_in, verify
+from sglang_pd_guard.guards.receipt import SLOTS, Receipt, digest, read, verify
 
 COUNT = st.integers(0, 2**31 - 1)
 WORD = st.integers(0, 2**63 - 1)
@@ -18,7 +18,7 @@ def test_what_was_expected_is_believed(receipt, room):
     assert len(row) == SLOTS
     assert all(0 <= word < 2**63 for word in row)
     assert verify(row, room, receipt) is None
-    assert receipt_in(row) == receipt
+    assert read(row, room) == receipt
 
 
 @given(RECEIPTS, ROOM, st.integers(0, SLOTS - 1), st.integers(0, 63))
