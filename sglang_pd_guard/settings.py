@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 #: Guards that exist, each switchable with ``--pd-guard-disable NAME``.
-GUARDS = ("admission", "receipt", "room", "release", "capacity", "audit")
+GUARDS = ("admission", "receipt", "room", "release", "ownership", "capacity", "audit")
 MODES = ("enforce", "observe")
 PEERS = ("require", "prefer")
 

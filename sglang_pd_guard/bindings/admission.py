@@ -250,7 +250,8 @@ def retire_aborted_result(original, scheduler, req):
 
 def send_kv_chunk(original, scheduler, req, *args, **kwargs):
     node = nodes.current()
-    if guarded_room(req) is None or not node.settings.enforcing:
+    judged = node.settings.runs("admission") or getattr(req, "_pd_guard_tainted", False)
+    if guarded_room(req) is None or not node.settings.enforcing or not judged:
         return original(scheduler, req, *args, **kwargs)
     verdict = FAULT
     with node.shield("send_kv_chunk", req) as fault:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sglang_pd_guard import seal
 from sglang_pd_guard.__about__ import __version__
-from sglang_pd_guard.bindings import checksum, receipt, release
+from sglang_pd_guard.bindings import checksum, ownership, receipt, release
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.node import Node, unguarded
 from sglang_pd_guard.guards import wire
@@ -26,6 +26,8 @@ def get_init_info(result: dict, scheduler) -> dict:
             checksum.buffers(scheduler)
         except TypeError as error:
             seal.refuse(str(error))
+    if "ownership" in node.guards and (found := ownership.unsupported(scheduler)):
+        seal.refuse(f"the ownership guard cannot follow {', '.join(found)}; leave that out, or add --pd-guard-disable ownership")
     return {**result, ATTESTATION: __version__}
 
 
@@ -51,7 +53,7 @@ def manager_init(result, manager, *args, **kwargs) -> None:
 def receiver_init(result, receiver, *args, **kwargs) -> None:
     node = nodes.current()
     with node.shield("introduce", room=receiver.bootstrap_room) as fault:
-        if node.settings.runs("receipt"):
+        if node.states_receipts:
             receipt.watch(receiver)
         node.introduce(receiver)
     if fault[0] and node.settings.enforcing:

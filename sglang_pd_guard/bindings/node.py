@@ -78,9 +78,11 @@ class Node:
         self.settings = settings
         self.telemetry = Telemetry(role)
         self.admissions = Admissions(on_change=self.telemetry.rooms)
-        guards = table.guards(effective_version(settings), settings)
-        self._holds_failed = "release" in guards and settings.enforcing
-        self.telemetry.start(__version__, settings.mode, settings.peer, guards, sglang_version())
+        self.guards = table.guards(effective_version(settings), settings)
+        self._holds_failed = "release" in self.guards and settings.enforcing
+        #: The ownership guard takes from the receipt which pages have arrived.
+        self.states_receipts = not {"receipt", "ownership"}.isdisjoint(self.guards)
+        self.telemetry.start(__version__, settings.mode, settings.peer, self.guards, sglang_version())
         self.audit = Audit()
         self.holds = Holds()
         self.writes = Writes()
@@ -88,6 +90,7 @@ class Node:
         self._drain_asked: OrderedDict[int, dict[Endpoint, Drain]] = OrderedDict()
         self._drain_lock = threading.Lock()
         self.scheduler = None
+        self.ownership = None
         self.manager = None
         self.incoming: object | None = None
         self.at_door: object | None = None
@@ -407,7 +410,7 @@ class Node:
         for info in infos:
             endpoint = rank_endpoint(info)
             guards = self._guards_of(endpoint, receiver.bootstrap_addr)
-            receiver._pd_guard_receipts = guards is not None and "receipt" in guards
+            receiver._pd_guard_receipts = guards is not None and not guards.isdisjoint(("receipt", "ownership"))
             receiver._pd_guard_drains = guards is not None and "release" in guards
             if guards is None:
                 self._unguarded_prefill(receiver)

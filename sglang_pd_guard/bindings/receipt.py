@@ -10,7 +10,7 @@ from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.admission import guarded_room
 from sglang_pd_guard.bindings.node import FAULT, Node, prompt_of
 from sglang_pd_guard.guards.admission import Verdict
-from sglang_pd_guard.guards.receipt import SLOTS, Mismatch, Receipt, digest, receipt_in, verify
+from sglang_pd_guard.guards.receipt import SLOTS, Mismatch, Receipt, digest, read, verify
 
 #: SGLang waits without end for a row that has not landed although the transfer has; prefill writes it first.
 _ROW_WITHIN_S = 1.0
@@ -29,7 +29,7 @@ def set_buf(result, buffers, req) -> None:
     node = nodes.current()
     row = buffers.bootstrap_room[req.metadata_buffer_index]
     words = [0] * (SLOTS - 1)
-    if guarded_room(req) is not None:
+    if guarded_room(req) is not None and node.states_receipts:
         with node.shield("set_buf", req):  # without a receipt, decode refuses
             sender = req.disagg_kv_sender
             tokens, prefix = len(req.origin_input_ids), getattr(sender, "_pd_guard_prefix", 0)
@@ -70,9 +70,30 @@ def metadata_gate(original, polls, decode_reqs, metadata_buffers, *args, **kwarg
 
     landed = [i for i, poll in enumerate(polls) if poll == int(KVPoll.Success)]
     original(polls, decode_reqs, metadata_buffers, *args, **kwargs)
+    node = nodes.current()
     for i in landed:
-        if _refused(decode_reqs[i], metadata_buffers):
+        if node.settings.runs("receipt") and _refused(decode_reqs[i], metadata_buffers):
             polls[i] = int(KVPoll.Failed)
+        elif "ownership" in node.guards and polls[i] == int(KVPoll.Success):
+            with node.shield("arrived", decode_reqs[i].req):
+                _arrived(node, decode_reqs[i], metadata_buffers)
+
+
+def _arrived(node: Node, entry, buffers) -> None:
+    """Tells the ownership guard, once, which pages the transfer has brought: as many as the receipt says."""
+    receiver, req = entry.kv_receiver, entry.req
+    if receiver.__dict__.setdefault("_pd_guard_arrived", False):
+        return
+    receiver._pd_guard_arrived = True
+    size = node.ownership.tables.page_size
+    pages, prefix = getattr(receiver, "_pd_guard_published", (-(-len(req.origin_input_ids) // size), 0))
+    if guarded_room(req) is not None and hasattr(receiver, "bootstrap_infos"):  # no fake transfer
+        found = read(buffers.bootstrap_room[entry.metadata_buffer_index].tolist(), req.bootstrap_room)
+        if isinstance(found, Receipt):
+            pages = min(pages, found.pages)
+        elif found.rule != "absent" or not _peer_may_be_silent(node, receiver):
+            pages = 0
+    node.ownership.brought(req, prefix // size, pages)
 
 
 def pop_transferred(original, queue, *args, **kwargs):
@@ -137,7 +158,7 @@ def _mismatch(entry, buffers) -> Mismatch | None:
     mismatch = verify(row, req.bootstrap_room, expected)
     if mismatch is None and nodes.current().settings.checksum:
         kv = checksum.of_request(nodes.current().scheduler, req, expected.prefix, expected.tokens)
-        if kv != receipt_in(row).checksum:
+        if kv != read(row, req.bootstrap_room).checksum:
             mismatch = Mismatch("checksum", expected.tokens, expected.tokens)  # no log line holds anything of the KV
     if mismatch is None:
         receiver._pd_guard_refused = False

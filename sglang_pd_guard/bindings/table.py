@@ -21,6 +21,8 @@ SUPPORTED = {
     "0.5.23": "full",
 }
 NEWEST = "0.5.23"
+#: The first release that a guard runs on, where older ones lack its seams.
+FIRST = {"release": "0.5.15", "ownership": "0.5.18"}
 
 AROUND, AFTER = "around", "after"
 
@@ -34,7 +36,7 @@ class Seam:
         hook: ``module:function`` below ``sglang_pd_guard.bindings``.
         process: ``cli``, ``launcher`` or ``scheduler``: where it is bound.
         role: ``prefill``, ``decode`` or ``both``.
-        guard: the guard it serves; ``core`` is bound whatever guards are disabled.
+        guard: the guards it serves; ``core`` is bound whatever guards are disabled.
         signature: positional parameters, or one tuple per first version it holds from.
         since, until: first and last version that has the seam (inclusive).
         kind: `AROUND` or `AFTER`.
@@ -58,6 +60,10 @@ class Seam:
 
     def applies(self, version: str) -> bool:
         return order(self.since) <= order(version) and (self.until is None or order(version) <= order(self.until))
+
+    @property
+    def guards(self) -> frozenset[str]:
+        return frozenset(self.guard.split(", "))
 
     def parameters(self, version: str) -> tuple[str, ...]:
         """The positional parameters this target has on `version`."""
@@ -299,7 +305,7 @@ SEAMS: tuple[Seam, ...] = (
         hook="admission:send_kv_chunk",
         process="scheduler",
         role="prefill",
-        guard="admission",
+        guard="admission, ownership",
         signature=("self", "req", "last_chunk", "end_idx"),
         until="0.5.19",
         why="second line: a request with a verdict that passed the door all the same is never transferred as complete",
@@ -312,7 +318,7 @@ SEAMS: tuple[Seam, ...] = (
         hook="receipt:pop_decode_prefix_len",
         process="scheduler",
         role="prefill",
-        guard="receipt",
+        guard="receipt, ownership",
         signature=("self",),
         kind=AFTER,
         why="remembers how much of the prompt decode said it holds already",
@@ -324,7 +330,7 @@ SEAMS: tuple[Seam, ...] = (
         hook="receipt:set_buf",
         process="scheduler",
         role="prefill",
-        guard="receipt",
+        guard="receipt, ownership",
         signature=("self", "req"),
         kind=AFTER,
         why="writes the receipt beside the room that SGLang has just written; both travel in one row",
@@ -336,7 +342,7 @@ SEAMS: tuple[Seam, ...] = (
         hook="receipt:metadata_gate",
         process="scheduler",
         role="decode",
-        guard="receipt",
+        guard="receipt, ownership",
         signature={
             "0.5.15": ("polls", "decode_reqs", "metadata_buffers", "server_args"),
             "0.5.19": ("polls", "decode_reqs", "metadata_buffers"),
@@ -457,6 +463,94 @@ SEAMS: tuple[Seam, ...] = (
         upstream="#24578, #27372, #32564, #37077",
         retire="with the queue",
     ),
+    # --- the schedulers: ownership ----------------------------------------------------------------------------
+    *(
+        Seam(
+            target=_SRT + target,
+            hook="ownership:" + hook,
+            process="scheduler",
+            role=role,
+            guard="ownership",
+            signature=signature,
+            since=since,
+            until=until,
+            kind=kind,
+            why=why,
+            upstream="#24578, #34208",
+            retire="SGLang checks whose page attention reads",
+        )
+        for target, hook, role, signature, since, until, kind, why in (
+            (
+                "mem_cache.allocation.alloc_for_extend", "alloc_for_extend", "both", ("batch",), "0.5.18", None, AROUND,
+                "tags the pages of a prefill batch with their owners",
+            ),
+            (
+                "mem_cache.allocation.alloc_for_decode", "alloc_for_decode", "both", ("batch", "token_per_req"), "0.5.18", None,
+                AFTER, "tags the page that a growing request gets",
+            ),
+            (
+                "disaggregation.decode.DecodePreallocQueue._pre_alloc", "pre_alloc", "decode",
+                ("self", "req", "prefix_indices", "prefix_len", "total_prefix_len"), "0.5.18", None, AROUND,
+                "tags the pages that decode reserves for a transfer: not written yet",
+            ),
+            (
+                "mem_cache.common.retraction_restore", "restored", "decode",
+                ("req", "tree_cache", "req_to_token_pool", "token_to_kv_pool_allocator", "backend"), "0.5.18", "0.5.20", AFTER,
+                "the pages of a resumed request are written",
+            ),
+            (
+                "mem_cache.common.restore_kv_cache", "restored", "decode",
+                ("req", "tree_cache", "req_to_token_pool", "token_to_kv_pool_allocator", "backend"), "0.5.21", None, AFTER,
+                "the pages of a resumed request are written",
+            ),
+            (
+                "mem_cache.common.maybe_cache_unfinished_req", "offered", "both", ("req", "tree_cache"), "0.5.18", "0.5.21", AROUND,
+                "pages that enter the prefix cache take content tags",
+            ),
+            (
+                "mem_cache.common.checkpoint_kv_cache", "offered", "both", ("req", "tree_cache"), "0.5.22", None, AROUND,
+                "pages that enter the prefix cache take content tags",
+            ),
+            (
+                "mem_cache.common.release_kv_cache", "release_kv_cache", "both",
+                {"0.5.18": ("req", "tree_cache", "is_insert"), "0.5.22": ("req", "tree_cache")}, "0.5.18", None, AROUND,
+                "the same at a request's end; nothing of a request that read others' pages enters the prefix cache",
+            ),
+            (
+                "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids", "release_page_ids", "both",
+                ("self",), "0.5.18", None, AROUND, "clears the tags of freed pages",
+            ),
+            (
+                "mem_cache.allocator.token.TokenToKVPoolAllocator.free", "free_tokens", "both", ("self", "free_index"), "0.5.18", None,
+                AROUND, "the same at page size 1",
+            ),
+            (
+                "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.clear", "cleared", "both", ("self",), "0.5.18", None, AFTER,
+                "flushing the cache frees every page",
+            ),
+            (
+                "mem_cache.allocator.token.TokenToKVPoolAllocator.clear", "cleared", "both", ("self",), "0.5.18", None, AFTER,
+                "the same at page size 1",
+            ),
+            (
+                "managers.scheduler.Scheduler.run_batch", "run_batch", "both", ("self", "batch", "pp_proxy_tensors"), "0.5.18", None,
+                AROUND, "looks at what a transfer brought before its first token is sent, and ties each look to its batch",
+            ),
+            (
+                "model_executor.model_runner.ModelRunner.forward", "forward", "both",
+                (
+                    "self", "forward_batch", "skip_attn_backend_init", "pp_proxy_tensors", "reinit_attn_backend",
+                    "split_forward_count",
+                ),
+                "0.5.18", None, AROUND,
+                "the look, on the device: every attention backend and every CUDA graph is behind this call",
+            ),
+            (
+                "managers.scheduler.Scheduler.process_batch_result", "process_batch_result", "both", ("self", "batch", "result"),
+                "0.5.18", None, AROUND, "reads the verdict before a token of that step can leave",
+            ),
+        )
+    ),
     # --- the schedulers: audit ------------------------------------------------------------------------------
     Seam(
         target=_SRT + "managers.scheduler.Scheduler.on_idle",
@@ -486,12 +580,10 @@ def seams(version: str, process: str, role: str | None = None, disable: frozense
         if seam.process == process
         and seam.applies(version)
         and (role is None or seam.role in ("both", role))
-        and seam.guard not in disable
+        and not seam.guards <= disable
     ]
 
 
 def guards(version: str, settings: Settings) -> list[str]:
-    """The guards that run on `version` with these settings, in order; the release guard needs seams that old versions lack."""
-    seamed = {seam.guard for seam in SEAMS}
-    here = {seam.guard for seam in SEAMS if seam.applies(version)}
-    return [guard for guard in GUARDS if settings.runs(guard) and (guard in here or guard not in seamed)]
+    """The guards that run on `version` with these settings, in order."""
+    return [guard for guard in GUARDS if settings.runs(guard) and order(FIRST.get(guard, "0")) <= order(version)]

@@ -92,8 +92,8 @@ def test_observe_mode_counts_and_changes_nothing(clusters, version):
 
 
 @pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
-def test_with_admission_and_receipt_disabled_the_leak_is_back(clusters, version):
-    cluster = unguarded(clusters, version, guard=["--pd-guard-disable", "admission,receipt"])
+def test_with_the_guards_that_stop_it_disabled_the_leak_is_back(clusters, version):
+    cluster = unguarded(clusters, version, guard=["--pd-guard-disable", "admission,receipt,ownership"])
     assert attack(cluster, 50, timeout=10, stop_at_leak=True).leaks
     prompts = [secret(500, random.Random(i)) for i in range(8)]
     replies = run_concurrently([lambda p=p: cluster.complete(p, 8) for p in prompts], 4)

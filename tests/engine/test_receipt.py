@@ -12,7 +12,7 @@ from pd_rig.traffic import SOON, attack, same_room, secret
 pytestmark = pytest.mark.engine
 
 FAULTS = {"PD_RIG_FAULT": "short_transfer,receipt_row,wrong_bytes"}
-ALONE = ["--pd-guard-disable", "admission,room,release,capacity,audit"]
+ALONE = ["--pd-guard-disable", "admission,room,release,ownership,capacity,audit"]
 REFUSED = "Refused by the PD guard: the KV cache that prefill transferred is not this request's (rule {})."
 ABORT = "Nothing was generated. Please retry"
 
@@ -141,7 +141,7 @@ def test_a_prompt_truncated_on_one_side_only(clusters, version):
 @pytest.mark.parametrize("version", ["0.5.18"], indirect=True)
 def test_a_peer_that_writes_no_receipt(clusters, version):
     """Guarded, but without this guard: refused under require, served and counted under prefer."""
-    prefill_args = ["--pd-guard-disable", "receipt"]
+    prefill_args = ["--pd-guard-disable", "receipt,ownership"]
     cluster = on(clusters, version, guard=True, prefill_args=prefill_args, warm_up=False, fresh=True)
     prompt = secret(600, random.Random(5))
     refused(cluster.pair(prompt, 8)[1], "absent")

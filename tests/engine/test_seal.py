@@ -61,9 +61,13 @@ BREAKAGES = {
         {"env": drift.environment({"module": "sglang.version", "set": {"__version__": "0.5.99"}})},
         "SGLang 0.5.99 is not verified",
     ),
+    "what the ownership guard cannot follow": (
+        {"common_args": ["--pp-size", "2"], "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}},
+        "the ownership guard cannot follow --pp-size above 1; leave that out, or add --pd-guard-disable ownership",
+    ),
     "an unknown guard name": (
         {"guard": ["--pd-guard-disable", "admision"]},
-        "unknown guard admision; the guards are: admission, receipt, room, release, capacity, audit",
+        "unknown guard admision; the guards are: admission, receipt, room, release, ownership, capacity, audit",
     ),
 }
 

@@ -57,7 +57,7 @@ def test_a_guard_flag_alone_is_refused():
     [
         (lambda: Settings(mode="maybe"), "mode must be one of enforce, observe"),
         (lambda: Settings(peer="never"), "peer must be one of require, prefer"),
-        (lambda: Settings(disable=frozenset({"admision"})), "unknown guard admision; the guards are: admission, receipt, room, release, capacity, audit"),
+        (lambda: Settings(disable=frozenset({"admision"})), "unknown guard admision; the guards are: admission, receipt, room, release, ownership, capacity, audit"),
         (lambda: Settings(max_batch_mib=-1), "max-batch-mib must be 0 or more, not -1"),
         (lambda: Settings(max_quarantined=1.5), "max-quarantined must be a share between 0 and 1, not 1.5"),
         (

@@ -12,7 +12,7 @@ def test_targets_are_unique_and_rows_complete():
     for seam in table.SEAMS:
         assert seam.process in ("cli", "launcher", "scheduler")
         assert seam.role in ("prefill", "decode", "both")
-        assert seam.guard == "core" or seam.guard in GUARDS
+        assert seam.guards == {"core"} or seam.guards <= set(GUARDS)
         assert seam.kind in (table.AROUND, table.AFTER)
         assert seam.why and seam.upstream and seam.retire
 
@@ -60,12 +60,22 @@ def test_ranges_and_signatures():
 def test_disabling_leaves_the_core():
     names = {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset(GUARDS))}
     assert names == {"core"}
-    assert "receipt" not in {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset({"receipt"}))}
+    assert "release" not in {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset({"release"}))}
+    shared = {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset({"receipt"}))}
+    assert "receipt, ownership" in shared  # what two guards need is bound for either
+
     prefill = {s.hook for s in table.seams("0.5.23", "scheduler", "prefill")}
     assert "admission:prefill_door" in prefill and "admission:decode_door" not in prefill
 
 
+def test_a_guard_begins_with_its_seams():
+    for guard, first in table.FIRST.items():
+        assert min((s.since for s in table.SEAMS if s.guards == {guard}), key=table.order) == first
+
+
 def test_what_a_version_lacks_is_not_promised():
     assert table.guards("0.5.23", Settings()) == list(GUARDS)
-    assert "release" not in table.guards("0.5.12.post1", Settings())
-    assert table.guards("0.5.23", Settings(disable=frozenset({"room", "release"}))) == ["admission", "receipt", "capacity", "audit"]
+    assert not {"release", "ownership"} & set(table.guards("0.5.12.post1", Settings()))
+    assert table.guards("0.5.23", Settings(disable=frozenset({"room", "release"}))) == [
+        "admission", "receipt", "ownership", "capacity", "audit",
+    ]  # fmt: skip

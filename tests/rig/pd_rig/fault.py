@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pd_rig.model import LAG
+
 logger = logging.getLogger(__name__)
 
 _WRITE = (
@@ -174,6 +176,55 @@ def lost_slot() -> None:
     target = "sglang.srt.disaggregation.utils.ReqToMetadataIdxAllocator."
     HookRegistry.register(target + "alloc", alloc, HookType.AROUND)
     HookRegistry.register(target + "free", free, HookType.AROUND)
+
+
+@fault
+def stray_page() -> None:
+    """Corrupt, once for each time that the control file appears, who owns a page that a running request is about to look at.
+
+    Control file: ``row`` (its row of SGLang's map points at the same page of another request), ``freed`` (the page is freed
+    under it) or ``twice`` (the next two requests are given one page).
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    state = {"done": False}
+
+    def word(*which: str) -> str | None:
+        words = control("stray_page")
+        if words is None:
+            state["done"] = False
+        found = words and words[0] in which and not state["done"]
+        return words[0] if found else None
+
+    def alloc_for_decode(result, batch, token_per_req):
+        size, rows = batch.tree_cache.page_size, batch.req_to_token_pool.req_to_token
+        what = word("row", "freed")
+        if what is None or len(batch.reqs) < (2 if what == "row" else 1):
+            return
+        slots, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        begin = (lengths[0] - LAG + size) // size * size
+        page = slice(begin, begin + size)
+        if what == "row":
+            if lengths[1] < page.stop:
+                return
+            rows[slots[0], page] = rows[slots[1], page]
+        else:
+            batch.token_to_kv_pool_allocator.free(rows[slots[0], page].long())
+        state["done"] = True
+        logger.warning("stray_page: %s of rid=%s", what, batch.reqs[0].rid)
+
+    def pre_alloc(original, queue, req, *args, **kwargs):
+        import torch
+
+        if word("twice"):
+            allocator = queue.token_to_kv_pool_allocator
+            allocator.free_pages = torch.cat([allocator.free_pages[:1], allocator.free_pages])
+            state["done"] = True
+            logger.warning("stray_page: twice")
+        return original(queue, req, *args, **kwargs)
+
+    HookRegistry.register("sglang.srt.mem_cache.allocation.alloc_for_decode", alloc_for_decode, HookType.AFTER)
+    HookRegistry.register("sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc", pre_alloc, HookType.AROUND)
 
 
 @fault

@@ -1,0 +1,411 @@
+"""Seams of the ownership guard: who is given a page, who gives it back, and the look before each forward pass."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from http import HTTPStatus
+
+from sglang_pd_guard.bindings import node as nodes
+from sglang_pd_guard.guards.admission import Verdict
+
+#: What a look gives in place of a page: the reader's prefix is at fault; it is another rank that found something.
+_PREFIX, _ELSEWHERE = -1, -2
+_WORDS = (
+    "Refused by the PD guard: a KV page of this request is not its own (rule {rule}). Nothing that was computed from it was sent. "
+    "Please retry; if it recurs, report the server log."
+)
+
+
+class Ownership:
+    """The tags of this rank's KV pool, and what the next forward pass found."""
+
+    def __init__(self, scheduler):
+        from sglang_pd_guard.guards.ownership import Tables
+
+        allocator, pool = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+        self.allocator = allocator
+        self.req_to_token = pool.req_to_token
+        page_size = allocator.page_size
+        self.tables = Tables.for_pool(
+            allocator.size // page_size, len(pool.req_to_token), page_size, pool.req_to_token.device
+        )
+        self.group = scheduler.attn_tp_group.device_group if scheduler.attn_tp_group.world_size > 1 else None
+        self.batch = None
+        self.verdict = None
+        self.repaired = False
+        self._secret = secrets.randbits(64)
+        self._uses = 0
+
+    # --- who owns what ----------------------------------------------------------------------------------------
+
+    def occupy(self, reqs: list) -> None:
+        """These requests have new request slots."""
+
+        from sglang_pd_guard.guards.ownership import owner_of
+
+        slots, owners = [], []
+        for req in reqs:
+            self._uses += 1
+            req._pd_guard_slot = slot_of(req)
+            req._pd_guard_owner = owner_of(req._pd_guard_slot, self._uses)
+            slots.append(req._pd_guard_slot)
+            owners.append(req._pd_guard_owner)
+        if slots:
+            self.tables.occupy(self._tensor(slots), self._tensor(owners))
+        for req in reqs:
+            prefix = getattr(req, "_pd_guard_borrowed", 0)
+            if prefix:
+                self.tables.borrow(self._content(req, prefix // self.tables.page_size), slot_of(req))
+
+    def grant(self, locations, slots, *, written: bool) -> None:
+        self.tables.grant(locations.long(), slots.long(), written=written)
+
+    def extent(self, req, tokens: int) -> None:
+        """`tokens` of the request have pages, and all but those that it generates from here on are in `_written`."""
+        req._pd_guard_extent = tokens, len(req.output_ids)
+
+    def share(self, req, *, finished: bool) -> None:
+        """The request offers what it has to the prefix cache."""
+        tokens, generated = getattr(req, "_pd_guard_extent", (0, 0))
+        if finished:
+            tokens += max(0, len(req.output_ids) - generated - 1)
+        pages = tokens // self.tables.page_size
+        if pages:
+            self.tables.share(self._pages(req, 0, pages), self._content(req, pages), slot_of(req))
+
+    def brought(self, req, first: int, count: int) -> None:
+        """A transfer has brought `count` pages of the request, from its page `first` on."""
+        if count > 0:
+            self.tables.written(self._pages(req, first, first + count), slot_of(req))
+
+    def free(self, pages):
+        """Returns the pages that may really be freed: the page for padding stands in for what was not the request's own."""
+        self.tables.free(pages)
+        return pages[pages != 0] if self.repaired else pages
+
+    def _pages(self, req, first: int, end: int):
+        size = self.tables.page_size
+        return (self.req_to_token[slot_of(req), first * size : end * size : size] // size).long()
+
+    def _content(self, req, pages: int):
+        import torch
+
+        from sglang_pd_guard.guards.ownership import Content
+
+        if not hasattr(req, "_pd_guard_content"):
+            what = repr([getattr(req, name, None) for name in ("extra_key", "cache_salt", "lora_id")])
+            seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest())
+            req._pd_guard_content = Content(self.tables.page_size, self._secret, seed)
+        tags = req._pd_guard_content.tags(req.origin_input_ids + req.output_ids, pages)
+        return torch.from_numpy(tags).to(self.req_to_token.device, non_blocking=True)
+
+    def _tensor(self, numbers: list[int]):
+        import torch
+
+        return torch.tensor(numbers, dtype=torch.int64).to(self.req_to_token.device, non_blocking=True)
+
+    # --- the look ---------------------------------------------------------------------------------------------
+
+    def look(self, slots, lengths, longest: int | None = None):
+        """Queues the look at what a batch is about to read; the verdict is on its way to the host."""
+        import torch
+
+        found = self.tables.check(self.req_to_token, slots, lengths, longest)
+        if self.group is not None:  # a rank that acted alone would leave the others waiting for it
+            found[1].masked_fill_(found[0] == 0, _ELSEWHERE)
+            torch.distributed.all_reduce(found[0], group=self.group)
+        self.verdict = _Verdict(found)
+        return found[0] > 0
+
+    def repair(self, req) -> None:
+        """Gives the request's slot its own pages back, so that SGLang frees these and no others.
+
+        Those of its own that its row no longer names take the places of those that are not its own; the page for padding
+        takes what places remain, and `free` drops it.
+        """
+        import torch
+
+        slot, size = slot_of(req), self.tables.page_size
+        owner = self.tables.owner[slot]
+        tokens = getattr(req, "_pd_guard_extent", (0, 0))[0] + len(req.output_ids)
+        row = self._pages(req, 0, -(-tokens // size))
+        mine = torch.nonzero((self.tables.tags | 1) == owner).flatten()
+        mine = mine[(mine > 0) & (mine < len(self.tables.tags) - 1)]
+        own = torch.isin(row, mine)
+        spare = mine[~torch.isin(mine, row)].tolist()
+        for place in torch.nonzero(~own).flatten().tolist():
+            if place < int(self.tables.prefix[slot]):
+                continue  # the prefix cache's, which SGLang does not free with the request
+            page = spare.pop() if spare else 0
+            at = torch.arange(size, device=row.device) if page else torch.zeros(size, device=row.device)
+            end = min((place + 1) * size, self.req_to_token.shape[1])
+            self.req_to_token[slot, place * size : end] = (page * size + at)[: end - place * size].to(self.req_to_token.dtype)
+        self.repaired = True
+
+
+class _Verdict:
+    """What `Tables.check` found, copied to the host without waiting."""
+
+    def __init__(self, found):
+        import torch
+
+        if found.is_cuda:
+            self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._host.copy_(found, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host, self._event = found, None
+
+    def read(self) -> list[list[int]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+# --- pages change hands -------------------------------------------------------------------------------------------
+
+
+def slot_of(req) -> int | None:
+    return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
+
+
+def _tables() -> Ownership | None:
+    node = nodes.current()
+    if node.ownership is None and node.scheduler is not None:
+        node.ownership = Ownership(node.scheduler)
+    return node.ownership
+
+
+def alloc_for_extend(original, batch):
+    fresh = [req for req in batch.reqs if slot_of(req) is None]
+    result = original(batch)
+    with nodes.current().shield("alloc_for_extend"):
+        import torch
+
+        own = _tables()
+        out, slots = result[0], result[1]
+        for req, prefix, more in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+            own.extent(req, prefix + more)
+            req._pd_guard_borrowed = prefix
+        own.occupy(fresh)
+        counts = torch.tensor(batch.extend_lens, dtype=torch.int64).to(out.device, non_blocking=True)
+        own.grant(out, torch.repeat_interleave(slots, counts, output_size=len(out)), written=True)
+    return result
+
+
+def alloc_for_decode(result, batch, token_per_req) -> None:
+    with nodes.current().shield("alloc_for_decode"):
+        _tables().grant(result, batch.req_pool_indices, written=True)
+
+
+def pre_alloc(original, queue, req, prefix_indices=None, prefix_len=None, *args, **kwargs):
+    result = original(queue, req, prefix_indices, prefix_len, *args, **kwargs)
+    with nodes.current().shield("pre_alloc", req):
+        import torch
+
+        own = _tables()
+        req._pd_guard_borrowed = prefix_len or 0
+        own.extent(req, (prefix_len or 0) + len(result))
+        own.occupy([req])
+        own.grant(result, torch.full_like(result, slot_of(req), dtype=torch.int64), written=False)
+    return result
+
+
+def restored(result, req, *args, **kwargs) -> None:
+    """A retracted request has its KV back from the host."""
+    with nodes.current().shield("restored", req):
+        own = _tables()
+        own.brought(req, 0, -(-req._pd_guard_extent[0] // own.tables.page_size))
+
+
+def offered(original, req, tree_cache, *args, **kwargs):
+    _offer(req, tree_cache, finished=False)
+    return original(req, tree_cache, *args, **kwargs)
+
+
+def release_kv_cache(original, req, tree_cache, *args, **kwargs):
+    keeps = args[0] if args else kwargs.get("is_insert", kwargs.get("checkpoint", True))
+    if getattr(req, "_pd_guard_tainted", False):
+        args = ()
+        kwargs = {name: False for name in ("checkpoint", "is_insert") if name in kwargs} or {_keeps(original): False}
+    elif keeps and slot_of(req) is not None:
+        _offer(req, tree_cache, finished=True)
+    return original(req, tree_cache, *args, **kwargs)
+
+
+def _keeps(release) -> str:
+    import inspect
+
+    return "checkpoint" if "checkpoint" in inspect.signature(release).parameters else "is_insert"
+
+
+def _offer(req, tree_cache, *, finished: bool) -> None:
+    with nodes.current().shield("offered", req):
+        if not getattr(req, "skip_radix_cache_insert", False) and _shares(tree_cache):
+            _tables().share(req, finished=finished)
+
+
+def _shares(tree_cache) -> bool:
+    if hasattr(tree_cache, "supports_prefix_sharing"):
+        return tree_cache.supports_prefix_sharing()
+    return not (tree_cache.is_chunk_cache() or tree_cache.disable)
+
+
+def release_page_ids(original, allocator, *pages):
+    own = nodes.current().ownership
+    if own is not None and allocator is own.allocator:
+        with nodes.current().shield("release_page_ids"):
+            pages = tuple(own.free(some) for some in pages)
+    return original(allocator, *pages)
+
+
+def free_tokens(original, allocator, free_index):
+    own = nodes.current().ownership
+    grouped = getattr(allocator, "is_not_in_free_group", None) is False or (
+        not hasattr(allocator, "is_not_in_free_group") and allocator.free_group is not None
+    )
+    if own is not None and allocator is own.allocator and not grouped:
+        with nodes.current().shield("free_tokens"):
+            free_index = own.free(free_index)
+    return original(allocator, free_index)
+
+
+def cleared(result, allocator) -> None:
+    own = nodes.current().ownership
+    if own is not None and allocator is own.allocator:
+        own.tables.tags.zero_()
+
+
+# --- the look and its verdict -------------------------------------------------------------------------------------
+
+
+def run_batch(original, scheduler, batch, *args, **kwargs):
+    own = _tables()
+    if own is None:
+        return original(scheduler, batch, *args, **kwargs)
+    own.batch, own.verdict = batch, None
+    if batch.forward_mode.is_prebuilt():  # before decode streams the token that came with the transfer
+        with nodes.current().shield("run_batch") as fault:
+            own.look(batch.req_pool_indices, batch.seq_lens)
+        if fault[0]:
+            own.verdict = _FAULT
+    try:
+        result = original(scheduler, batch, *args, **kwargs)
+    finally:
+        own.batch = None
+    if own.verdict is not None:
+        result._pd_guard_verdict = own.verdict
+    return result
+
+
+def forward(original, runner, forward_batch, *args, **kwargs):
+    own = nodes.current().ownership
+    if own is not None and own.batch is not None and len(forward_batch.req_pool_indices):
+        with nodes.current().shield("forward") as fault:
+            _look(own, forward_batch)
+        if fault[0]:
+            own.verdict = _FAULT
+    return original(runner, forward_batch, *args, **kwargs)
+
+
+def _look(own: Ownership, batch) -> None:
+    import torch
+
+    longest = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
+    wrong = own.look(batch.req_pool_indices, batch.seq_lens, longest)
+    if not nodes.current().settings.enforcing:
+        return
+    # What a reader of others' pages computes goes to the page for padding, not into theirs.
+    if batch.forward_mode.is_decode():
+        batch.out_cache_loc.masked_fill_(wrong, 0)
+    elif batch.extend_seq_lens is not None:
+        tokens = torch.repeat_interleave(wrong, batch.extend_seq_lens, output_size=len(batch.out_cache_loc))
+        batch.out_cache_loc.masked_fill_(tokens, 0)
+
+
+class _Fault:
+    """The guard could not look: nobody in the batch is believed."""
+
+    def read(self):
+        return None
+
+
+_FAULT = _Fault()
+
+
+def process_batch_result(original, scheduler, batch, result, *args, **kwargs):
+    node = nodes.current()
+    verdict = getattr(result, "_pd_guard_verdict", None)
+    if verdict is not None:
+        with node.shield("process_batch_result") as fault:
+            _judge(node, batch, result, verdict)
+        if fault[0] and node.settings.enforcing:
+            for i, req in enumerate(batch.reqs):
+                _fail(req, result, i, nodes.FAULT)
+    return original(scheduler, batch, result, *args, **kwargs)
+
+
+def _judge(node, batch, result, verdict) -> None:
+    from sglang_pd_guard.guards.ownership import rule
+
+    found = verdict.read()
+    if found is None:
+        raise RuntimeError("the look before the forward pass failed")
+    for i, (wrong, page, tag) in enumerate(zip(*found, strict=True)):
+        req = batch.reqs[i]
+        if not wrong or req.finished() or req.is_retracted or getattr(req, "_pd_guard_stray", False):
+            continue  # of an ended request, overlapping passes still read pages that it has given back
+        req._pd_guard_stray = True
+        name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank"}.get(page) or rule(tag, req._pd_guard_owner)
+        enforcing = node.settings.enforcing
+        numbers = f" page={page} of={-(-len(req.origin_input_ids + req.output_ids) // node.ownership.tables.page_size)}"
+        node.telemetry.refused(
+            "ownership", name, req.rid, req.bootstrap_room, HTTPStatus.INTERNAL_SERVER_ERROR.value, enforcing, numbers
+        )
+        if enforcing:
+            _fail(req, result, i, Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name)))
+            node.ownership.repair(req)
+
+
+def _fail(req, result, i: int, verdict: Verdict) -> None:
+    """Ends the request with its own error, through SGLang's own path; the token of this step is not sent."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req._pd_guard_tainted = req.skip_radix_cache_insert = True
+    req._pd_guard_verdict = verdict
+    req.to_finish = FINISH_ABORT(verdict.message, HTTPStatus(verdict.status))
+    req.return_logprob = req.return_hidden_states = False
+    tokens = getattr(result, "next_token_ids", None)
+    if tokens is None:  # the first token, which came with the transfer
+        req.output_ids[-1] = 0
+    else:
+        done = getattr(result, "copy_done", None)
+        if done is not None:
+            done.synchronize()
+        tokens[i] = 0
+
+
+def unsupported(scheduler) -> list[str]:
+    """What of this server's configuration the guard cannot follow; empty where it can."""
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    args, allocator = scheduler.server_args, scheduler.token_to_kv_pool_allocator
+    found = {
+        f"the KV allocator {type(allocator).__name__}": type(allocator) not in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator),
+        "--speculative-algorithm": args.speculative_algorithm is not None,
+        "--pp-size above 1": args.pp_size > 1,
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--enable-lmcache": args.enable_lmcache,
+        "--enable-flexkv": args.enable_flexkv,
+        "--enable-unified-memory": args.enable_unified_memory,
+        "--enable-pdmux": args.enable_pdmux,
+        "--enable-hisparse": args.enable_hisparse,
+        "--dllm-algorithm": args.dllm_algorithm is not None,
+        "--disaggregation-decode-host-receive-threshold": getattr(args, "disaggregation_decode_host_receive_threshold", 1) < 1,
+        "a KV pool sharded over ranks": getattr(scheduler, "kv_shard_widening", 1) > 1 or args.dcp_size > 1,
+        "a model with recurrent state": isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool),
+    }
+    return [what for what, is_there in found.items() if is_there]

@@ -1,0 +1,176 @@
+"""The ownership guard on real SGLang, with the other guards off: what it catches, and that nothing else alarms it."""
+
+import os
+import random
+import re
+import threading
+import time
+
+import pytest
+from pd_rig.client import run_concurrently
+from pd_rig.model import echo
+from pd_rig.traffic import LEAK, SOON, attack, healthy, secret, shared_run
+
+pytestmark = pytest.mark.engine
+
+ALONE = ["--pd-guard-disable", "admission,receipt,room,release,capacity,audit"]
+FAULTS = {"PD_RIG_FAULT": "stray_page,short_transfer"}
+REFUSED = "Refused by the PD guard: a KV page of this request is not its own (rule {})."
+OLDER = [pytest.param(version, marks=pytest.mark.full) for version in ("0.5.18", "0.5.20")]
+VERSIONS = pytest.mark.parametrize("version", [*OLDER, "0.5.23"], indirect=True)
+
+
+def on(clusters, version, *, guarded=True, **options):
+    return clusters(version, **({"guard": ALONE if guarded else False, "env": FAULTS} | options))
+
+
+def refused(reply, *rules: str) -> None:
+    assert (reply.status, reply.text) == (500, None), reply
+    assert any(REFUSED.format(rule) in reply.error for rule in rules), reply
+
+
+def exact(reply, prompt: str, n: int) -> None:
+    assert (reply.status, reply.text) == (200, echo(prompt, n)), reply
+
+
+def lines(node) -> list[str]:
+    return [line for line in node.log_text().splitlines() if "pd-guard refused guard=ownership" in line]
+
+
+@pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
+def test_the_incident(clusters, version):
+    """Prefill transfers one page and decode would read dozens: refused before the first token is sent."""
+    cluster = on(clusters, version)
+    # Decode keeps 512 tokens free beside a prompt, or never runs it.
+    campaign = attack(cluster, 8, timeout=10, largest=cluster.decode_limit - 600)
+    assert (campaign.leaks, campaign.wrong) == ([], [])
+    for reply in campaign.refusals:
+        refused(reply, "unwritten")
+        assert reply.seconds < SOON
+    cluster.wait_idle()
+    assert len(lines(cluster.decode)) == len(campaign.refusals)
+    for line in lines(cluster.decode):
+        assert re.search(r"rule=unwritten role=decode rid=\S+ room=\d+ status=500 page=1 of=\d+$", line), line
+    assert not cluster.prefills[0].log_text().count("pd-guard fault")
+
+
+@VERSIONS
+def test_unguarded_a_stray_row_leaks(clusters, version):
+    """What the next test's fault does without the guard: one request is answered with the other's text."""
+    cluster = on(clusters, version, guarded=False)
+    rng = random.Random(3)
+    prompts = [secret(300, rng) for _ in range(2)]
+    control = cluster.fault_dir / "stray_page"
+    control.write_text("row")
+    replies = run_concurrently([lambda p=p: cluster.complete(p, 300, timeout=60) for p in prompts])
+    control.unlink()
+    assert [reply.status for reply in replies] == [200, 200]
+    runs = [shared_run(reply.text, other) for reply, other in zip(replies, reversed(prompts), strict=True)]
+    assert max(map(len, runs)) >= LEAK
+
+
+@VERSIONS
+@pytest.mark.parametrize("word", ["row", "freed"])
+def test_a_running_request_loses_a_page(clusters, version, word):
+    """One request's row points at another's page, or its page is freed under it: that request alone ends, and every page comes back."""
+    cluster = on(clusters, version)
+    rng = random.Random(word)
+    prompts = [secret(300, rng) for _ in range(3)]
+    control = cluster.fault_dir / "stray_page"
+    started = threading.Timer(1.0, control.write_text, [word])
+    started.start()
+    replies = run_concurrently([lambda p=p: cluster.complete(p, 500, timeout=60) for p in prompts])
+    started.join()
+    control.unlink()
+    failed = [reply for reply in replies if reply.status != 200]
+    assert len(failed) == 1, replies
+    refused(failed[0], *(("foreign",) if word == "row" else ("freed", "foreign")))
+    for reply, prompt in zip(replies, prompts, strict=True):
+        if reply is not failed[0]:
+            exact(reply, prompt, 500)
+    cluster.wait_idle()
+    prompt = secret(700, rng)
+    exact(cluster.complete(prompt, 40), prompt, 40)
+
+
+@VERSIONS
+def test_a_page_that_two_requests_own(clusters, version):
+    """The allocator hands one page out twice: whoever had it first is ended, whoever has it now is right."""
+    cluster = on(clusters, version)
+    rng = random.Random(4)
+    prompts = [secret(60, rng) for _ in range(2)]
+    control = cluster.fault_dir / "stray_page"
+    control.write_text("twice")
+    replies = run_concurrently([lambda p=p: cluster.complete(p, 300, timeout=60) for p in prompts])
+    control.unlink()
+    for reply, prompt in zip(replies, prompts, strict=True):
+        if reply.status == 200:
+            exact(reply, prompt, 300)
+        else:
+            refused(reply, "foreign")
+    assert sorted(reply.status for reply in replies) == [200, 500], replies
+
+
+@VERSIONS
+def test_a_transfer_one_page_short(clusters, version):
+    cluster = on(clusters, version)
+    rng = random.Random(5)
+    control = cluster.fault_dir / "short_transfer"
+    control.write_text("on")
+    for size in (700, 1000):
+        refused(cluster.complete(secret(size, rng), 24), "unwritten")
+    control.unlink()
+    prompt = secret(700, rng)
+    exact(cluster.complete(prompt, 24), prompt, 24)
+    cluster.wait_idle()
+
+
+@VERSIONS
+def test_healthy_traffic_alarms_nobody(clusters, version):
+    cluster = on(clusters, version)
+    before = [len(lines(node)) for node in cluster.nodes]
+    assert healthy(cluster, 120, seed=6) == []
+    rng = random.Random(7)
+    system = secret(900, rng)  # many requests over one cached prefix, then others that evict it
+    prompts = [system + secret(rng.randrange(1, 400), rng) for _ in range(24)] + [secret(3000, rng) for _ in range(6)]
+    prompts += [system + secret(rng.randrange(1, 400), rng) for _ in range(12)]
+    replies = run_concurrently([lambda p=p: cluster.complete(p, 40, timeout=120) for p in prompts], 8)
+    for reply, prompt in zip(replies, prompts, strict=True):
+        exact(reply, prompt, 40)
+    cluster.wait_idle()
+    assert [len(lines(node)) for node in cluster.nodes] == before
+    for node in cluster.nodes:
+        assert "pd-guard fault" not in node.log_text()
+
+
+@pytest.mark.full
+@VERSIONS
+def test_mixed_traffic_alarms_nobody(clusters, version):
+    """All guards, small pools, small chunks, the prefix cache on both nodes, clients that leave: PD_GUARD_SOAK_MINUTES, 2 by default."""
+    cluster = clusters(
+        version, guard=True, decode_tokens=4096, prefill_tokens=4096, common_args=["--chunked-prefill-size", "512"],
+        decode_args=["--num-reserved-decode-tokens", "64", "--disaggregation-decode-enable-radix-cache"],
+    )  # fmt: skip
+    end = time.monotonic() + 60 * float(os.environ.get("PD_GUARD_SOAK_MINUTES", "2"))
+    rng = random.Random(8)
+    systems = [secret(size, rng) for size in (64, 500, 1200)]
+    wrong, answered = [], []
+
+    def client(seed: int) -> None:
+        mine = random.Random(seed)
+        while time.monotonic() < end:
+            prompt = mine.choice(["", *systems]) + secret(mine.randrange(1, 900), mine)
+            n, leaves = mine.choice([1, 24, 200]), mine.random() < 0.15
+            reply = cluster.complete(prompt, n, timeout=mine.uniform(0.05, 1) if leaves else 120)
+            if reply.status == 200:
+                answered.append(reply)
+            if (reply.status, reply.text) != (200, echo(prompt, n)) and not (leaves and reply.status is None):
+                wrong.append((len(prompt), n, reply))
+
+    run_concurrently([lambda seed=seed: client(seed) for seed in range(8)], 8)
+    assert wrong == []
+    assert len(answered) > 100
+    cluster.wait_idle(30)
+    for node in cluster.nodes:
+        assert lines(node) == []
+        assert "pd-guard fault" not in node.log_text()
