@@ -44,15 +44,10 @@ class Ownership:
 
         from sglang_pd_guard.guards.ownership import owner_of
 
-        slots, owners = [], []
-        for req in reqs:
-            self._uses += 1
-            req._pd_guard_slot = slot_of(req)
-            req._pd_guard_owner = owner_of(req._pd_guard_slot, self._uses)
-            slots.append(req._pd_guard_slot)
-            owners.append(req._pd_guard_owner)
-        if slots:
-            self.tables.occupy(self._tensor(slots), self._tensor(owners))
+        slots = [slot_of(req) for req in reqs]
+        owners = [owner_of(slot, self._uses + n) for n, slot in enumerate(slots, 1)]
+        self._uses += len(slots)
+        self.tables.occupy(self._tensor(slots), self._tensor(owners))
         for req in reqs:
             prefix = getattr(req, "_pd_guard_borrowed", 0)
             if prefix:
@@ -275,7 +270,7 @@ def free_tokens(original, allocator, free_index):
 def cleared(result, allocator) -> None:
     own = nodes.current().ownership
     if own is not None and allocator is own.allocator:
-        own.tables.tags.zero_()
+        nodes.current().ownership = None  # made anew with the next request; the pool may have another size by then
 
 
 # --- the look and its verdict -------------------------------------------------------------------------------------
@@ -358,7 +353,7 @@ def _judge(node, batch, result, verdict) -> None:
         if not wrong or req.finished() or req.is_retracted or getattr(req, "_pd_guard_stray", False):
             continue  # of an ended request, overlapping passes still read pages that it has given back
         req._pd_guard_stray = True
-        name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank"}.get(page) or rule(tag, req._pd_guard_owner)
+        name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank"}.get(page) or rule(tag, int(node.ownership.tables.owner[slot_of(req)]))
         enforcing = node.settings.enforcing
         numbers = f" page={page} of={-(-len(req.origin_input_ids + req.output_ids) // node.ownership.tables.page_size)}"
         node.telemetry.refused(
@@ -402,6 +397,7 @@ def unsupported(scheduler) -> list[str]:
         "--enable-flexkv": args.enable_flexkv,
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-pdmux": args.enable_pdmux,
+        "--enable-streaming-session": args.enable_streaming_session,
         "--enable-hisparse": args.enable_hisparse,
         "--dllm-algorithm": args.dllm_algorithm is not None,
         "--disaggregation-decode-host-receive-threshold": getattr(args, "disaggregation_decode_host_receive_threshold", 1) < 1,

@@ -526,7 +526,7 @@ SEAMS: tuple[Seam, ...] = (
             ),
             (
                 "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.clear", "cleared", "both", ("self",), "0.5.18", None, AFTER,
-                "flushing the cache frees every page",
+                "flushing the cache, or another pool size, frees every page",
             ),
             (
                 "mem_cache.allocator.token.TokenToKVPoolAllocator.clear", "cleared", "both", ("self",), "0.5.18", None, AFTER,
