@@ -89,6 +89,8 @@ def apply(content: bytes | None, diff: FileDiff) -> bytes | None:
         out += hunk.after
         done = start + len(hunk.before)
     out += lines[done:]
+    if not all(line.endswith(b"\n") for line in out[:-1]):
+        raise PatchError("a hunk has the file's last line where the file goes on")
     if diff.deleted:
         if out:
             raise PatchError("the file has lines that the patch does not delete")

@@ -51,6 +51,11 @@ def test_no_receipt_is_absent(receipt, room):
     assert verify([room] + [0] * 7, room, receipt).rule == "absent"
 
 
+@given(RECEIPTS, ROOM, COUNT, WORD)
+def test_what_a_patched_prefill_states_alone_is_no_receipt(receipt, room, tokens, prompt):
+    assert verify([room, 0, tokens, 0, 0, prompt, 0, 0], room, receipt).rule == "absent"
+
+
 def test_pages_that_cannot_be_compared_are_not():
     receipt = Receipt(10, 3, 0, 5, 7)
     assert verify([1, *receipt.words(1)], 1, Receipt(10, None, 0, 5, 7)) is None
