@@ -66,6 +66,22 @@ def test_the_series_own_tests(patched, version):
     assert int(re.search(r"(\d+) passed", run.stdout).group(1)) >= 30
 
 
+@pytest.mark.parametrize("version", ALL)
+def test_git_am_makes_the_same_of_the_published_wheel(version, tmp_path):
+    """On the very commit that the series names."""
+    if reason := why_missing(version):
+        pytest.skip(reason)
+    script = Path(__file__).parents[2] / "scripts" / "sglang_tree.py"
+    subprocess.run([rig_python(), str(script), version, str(tmp_path / "tree"), "--patched"], check=True)
+    target = patch.Target(str(tmp_path / "tree"))
+    series, state = patch.choose(target, version)
+    assert state == patch.PATCHED
+    log = subprocess.run(["git", "log", "--format=%s"], cwd=tmp_path / "tree", check=True, capture_output=True, text=True)
+    subjects = log.stdout.splitlines()
+    assert len(subjects) == len(series.patches) + 1
+    assert all(subject.startswith(("[PD] ", "[Plugin] ")) for subject in subjects[:-1])
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_attack_gets_its_400_and_nobody_waits(clusters, patched, version):
     cluster = clusters(version, sglang=patched(version))
