@@ -17,8 +17,8 @@ from pd_rig.home import overlay, rig_python, why_missing
 from pd_rig.model import echo
 from pd_rig.traffic import LATE_WRITES, SOON, aborts, attack, healthy, late_write, same_room, secret
 
-from sglang_pd_guard.tools import patch
-from sglang_pd_guard.tools.__main__ import main
+from sglang_pd_guard.cli import patch
+from sglang_pd_guard.cli.main import main
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pd_guard.tools.unified_diff import PatchError, apply, parse
+from sglang_pd_guard.cli.unified_diff import PatchError, apply, parse
 
 #: Few different lines, so that hunks would fit in more than one place; marks of the format among them.
 LINE = st.sampled_from([b"", b"a", b"b", b"-", b"+", b" x", b"@@ -1 +1 @@", b"diff --git a/f b/f", b"\\ No", b"\r", b"\xff"])

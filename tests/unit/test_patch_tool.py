@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rig"))
 
 from pd_rig.home import overlay, why_missing
 
-from sglang_pd_guard.tools import patch as tool
-from sglang_pd_guard.tools.__main__ import main
+from sglang_pd_guard.cli import patch as tool
+from sglang_pd_guard.cli.main import main
 
 SHIPPED = sorted(path.parent.name for path in Path(__file__).parents[2].glob("patches/*/series"))
 

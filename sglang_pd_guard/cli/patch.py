@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_pd_guard.tools.unified_diff import FileDiff, PatchError, apply, parse, touched
+from sglang_pd_guard.cli.unified_diff import FileDiff, PatchError, apply, parse, touched
 
 #: The series name files as SGLang's repository does.
 _PREFIX = "python/sglang/"
@@ -201,9 +201,8 @@ def change(target: Target, series: Series, reverse: bool) -> dict[str, bytes | N
     return changes
 
 
-def add_parser(subparsers) -> None:
-    """Adds ``patch`` to the parser of ``pd-guard``."""
-    parser = subparsers.add_parser("patch", help="put the patch series on an SGLang, or take it off", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "exit status: 0 done, or patched; 1 (check) not or half patched; 2 refused, nothing was changed"
     parser.add_argument("action", choices=("apply", "check", "revert"))
     parser.add_argument(
         "--target",
@@ -213,11 +212,9 @@ def add_parser(subparsers) -> None:
     )
     parser.add_argument("--version", help="the series to use; by default the one whose files fit")
     parser.add_argument("--dry-run", action="store_true", help="say what would change, write nothing")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 0 done or patched, 1 (``check`` only) not or half patched, 2 refused."""
     try:
         return _run(args)
     except (Refused, OSError) as error:
