@@ -14,13 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from sglang_tree import ROOT, git
+from sglang_tree import ROOT, git, git_bytes
 
 
 def _hash(tree: Path, commit: str, path: str) -> str | None:
     if not git(tree, "ls-tree", commit, "--", path):
         return None
-    return hashlib.sha256(git(tree, "show", f"{commit}:{path}").encode("utf-8", "surrogateescape")).hexdigest()
+    return hashlib.sha256(git_bytes(tree, "show", f"{commit}:{path}")).hexdigest()
 
 
 def main() -> None:

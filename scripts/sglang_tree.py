@@ -41,12 +41,14 @@ _IDENTITY = {
 }
 
 
-def git(tree: Path, *words: str) -> str:
+def git_bytes(tree: Path, *words: str) -> bytes:
     """Runs git in `tree`, whatever the user's own configuration says."""
     command = ["git", "-c", "core.autocrlf=false", "-c", "core.fileMode=false", *words]
-    return subprocess.run(
-        command, cwd=tree, check=True, env=os.environ | _IDENTITY, stdout=subprocess.PIPE, text=True
-    ).stdout
+    return subprocess.run(command, cwd=tree, check=True, env=os.environ | _IDENTITY, stdout=subprocess.PIPE).stdout
+
+
+def git(tree: Path, *words: str) -> str:
+    return git_bytes(tree, *words).decode()
 
 
 def published(folder: Path, version: str) -> Iterator[tuple[str, bytes]]:

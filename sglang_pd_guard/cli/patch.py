@@ -287,11 +287,15 @@ def _hash(content: bytes | None) -> str | None:
 def _stage(path: Path, content: bytes) -> Path:
     """Writes `content` beside `path`, with its mode; a rename then replaces a hard link, never what it points to."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        os.fchmod(file.fileno(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
+    except BaseException:
+        os.unlink(name)
+        raise
     return Path(name)
 
 
