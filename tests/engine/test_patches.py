@@ -1,6 +1,7 @@
 """SGLang with our patches, without the plugin: what test_faults.py shows on SGLang as published is gone.
 
-Each series is applied to a copy of the published package. Its own unit tests run there too.
+Each series is applied to a copy of the published package. Its own unit tests run there too. With ``-rP`` pytest shows the
+seconds that patches/*/UPSTREAM.md quotes.
 """
 
 import random
@@ -98,7 +99,8 @@ def test_the_attack_gets_its_400_and_nobody_waits(clusters, patched, version):
     assert campaign.leaks == []
     assert campaign.wrong == []
     assert [r.status for r in campaign.refusals] == [400] * 15
-    assert max(r.seconds for r in campaign.refusals) < SOON
+    slowest = max(r.seconds for r in campaign.refusals)
+    assert slowest < SOON
     prefill, decode = cluster.pair("0" * 5000, 8)
     assert prefill.status == decode.status == 400
     assert prefill.error == decode.error
@@ -107,12 +109,13 @@ def test_the_attack_gets_its_400_and_nobody_waits(clusters, patched, version):
     for thread in attackers:
         thread.start()
     prompt = secret(1000, random.Random(1))
-    began = time.monotonic()
-    assert cluster.complete(prompt, 8, timeout=15).text == echo(prompt, 8)
-    assert time.monotonic() - began < SOON
+    legitimate = cluster.complete(prompt, 8, timeout=15)
+    assert legitimate.text == echo(prompt, 8)
+    assert legitimate.seconds < SOON
     for thread in attackers:
         thread.join()
     cluster.wait_idle()
+    print(f"the slowest 400 after {slowest:.2f} s, an answer beside three of them after {legitimate.seconds:.2f} s")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
