@@ -169,7 +169,7 @@ def test_one_room_twice(clusters, patched, version):
     cluster.wait_idle()
 
 
-@pytest.mark.parametrize("version", ["0.5.19", pytest.param("0.5.20", marks=pytest.mark.full), LAST])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_late_write_lands_where_nobody_reads(clusters, patched, version):
     env = {**LATE_WRITES}
     if "quarantine" not in _names(patched(version)):  # there the pages are given back after that time
