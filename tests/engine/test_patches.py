@@ -147,8 +147,8 @@ def test_healthy_traffic_is_exact(clusters, patched, version):
 def test_a_transfer_of_fewer_tokens_is_refused_on_decode(clusters, patched, version):
     """Prefill has read a shorter prompt than decode, sends what it has, and says Success."""
     cluster = clusters(version, sglang=patched(version))
-    prompt = secret(3000, random.Random(4))
-    _, decode = cluster.pair(prompt, 64, prefill_prompt=prompt[:2000], timeout=15)
+    prompt, other = secret(3000, random.Random(4)), secret(2000, random.Random(5))
+    _, decode = cluster.pair(prompt, 64, prefill_prompt=other, timeout=15)
     assert decode.status == 500
     assert "transferred the KV cache of 2000 tokens where 3000 are reserved" in decode.error
     assert cluster.complete(prompt, 64).text == echo(prompt, 64)
