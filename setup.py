@@ -16,13 +16,18 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["sglang_pd_guard", "sglang_pd_guard.*"]),
+    packages=[*find_packages(include=["sglang_pd_guard", "sglang_pd_guard.*"]), "sglang_pd_guard.patches"],
+    package_dir={"sglang_pd_guard.patches": "patches"},
+    package_data={"sglang_pd_guard.patches": ["*/series", "*/manifest.json", "*/*.patch"]},
     extras_require={
         "sglang": ["sglang>=0.5.18,<=0.5.23"],
         "mooncake": ["mooncake-transfer-engine"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
     },
-    entry_points={"sglang.srt.plugins": ["pd_guard = sglang_pd_guard.plugin:load"]},
+    entry_points={
+        "console_scripts": ["pd-guard = sglang_pd_guard.cli.main:main"],
+        "sglang.srt.plugins": ["pd_guard = sglang_pd_guard.plugin:load"],
+    },
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: System Administrators",

@@ -48,12 +48,15 @@ class Telemetry:
     def __init__(self, role: str):
         self.role = role
 
-    def start(self, version: str, mode: str, peer: str, guards: list[str], sglang: str) -> None:
+    def start(
+        self, version: str, mode: str, peer: str, guards: list[str], sglang: str, patches: frozenset[str]
+    ) -> None:
         _metric("info").labels(version, self.role, mode, peer).set(1)
         _metric("admitting").labels(self.role).set(1)
         logger.info(
-            "pd-guard bound version=%s sglang=%s role=%s mode=%s peer=%s guards=%s",
+            "pd-guard bound version=%s sglang=%s role=%s mode=%s peer=%s guards=%s%s",
             version, sglang, self.role, mode, peer, ",".join(guards) or "none",
+            f" patches={','.join(sorted(patches))}" if patches else "",
         )  # fmt: skip
 
     def rooms(self, count: dict[str, int]) -> None:

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable
 
 from sglang_pd_guard import seal
-from sglang_pd_guard.bindings import table
+from sglang_pd_guard.bindings import patches, table
 from sglang_pd_guard.bindings.table import Seam
 from sglang_pd_guard.settings import Settings
 
@@ -47,7 +47,8 @@ def bind(process: str, settings: Settings | None) -> None:
 
     version = effective_version(settings)
     disable = settings.disable if settings else frozenset()
-    todo = [seam for seam in table.seams(version, process, disable=disable) if seam.target not in _bound]
+    here = table.seams(version, process, disable=disable, patches=_patches(process))
+    todo = [seam for seam in here if seam.target not in _bound]
     resolved = []
     for seam in todo:
         try:
@@ -65,7 +66,8 @@ def bind(process: str, settings: Settings | None) -> None:
 def missing(process: str, settings: Settings, role: str | None = None) -> list[str]:
     """Targets of this process that are not live now."""
     version = effective_version(settings)
-    return [s.target for s in table.seams(version, process, role, settings.disable) if not _live(s)]
+    here = table.seams(version, process, role, settings.disable, _patches(process))
+    return [s.target for s in here if not _live(s)]
 
 
 def problems(settings: Settings, role: str) -> list[str]:
@@ -76,6 +78,11 @@ def problems(settings: Settings, role: str) -> list[str]:
     if not _bound:
         return ["SGLang did not load the plugin pd_guard in this process (SGLANG_PLUGINS, SGLANG_PLATFORM or a failed import)"]
     return [f"hook on {target} is not in place" for target in dead]
+
+
+def _patches(process: str) -> frozenset[str]:
+    """Looked for only where the modules they change are loaded anyway."""
+    return patches.carried() if process == "scheduler" else frozenset()
 
 
 def _owner(target: str) -> tuple[object, str]:

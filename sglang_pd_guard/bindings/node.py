@@ -73,6 +73,7 @@ class Node:
         from sglang_pd_guard.__about__ import __version__
         from sglang_pd_guard.bindings import table
         from sglang_pd_guard.bindings.binder import effective_version, sglang_version
+        from sglang_pd_guard.bindings.patches import carried
 
         self.role = role
         self.settings = settings
@@ -82,7 +83,7 @@ class Node:
         self._holds_failed = "release" in self.guards and settings.enforcing
         #: The ownership guard takes from the receipt which pages have arrived.
         self.states_receipts = not {"receipt", "ownership"}.isdisjoint(self.guards)
-        self.telemetry.start(__version__, settings.mode, settings.peer, self.guards, sglang_version())
+        self.telemetry.start(__version__, settings.mode, settings.peer, self.guards, sglang_version(), carried())
         self.audit = Audit()
         self.holds = Holds()
         self.writes = Writes()
@@ -497,12 +498,14 @@ class Node:
 
 def _drains(manager, settings: Settings) -> bool:
     """Whether SGLang itself holds the pages of any failed transfer on this decode until the writes have drained: 0.5.21 and
-    later, unless switched off."""
+    later or our patch for earlier ones, unless switched off."""
     from sglang_pd_guard.bindings.binder import effective_version
+    from sglang_pd_guard.bindings.patches import carried
     from sglang_pd_guard.bindings.table import order
 
     held = getattr(manager, "enable_deferred_decode_kv_release", False)
-    return bool(held) and order(effective_version(settings)) >= order("0.5.21")
+    any_failure = order(effective_version(settings)) >= order("0.5.21") or "deferred-release" in carried()
+    return bool(held) and any_failure
 
 
 def prompt_of(req):

@@ -39,6 +39,7 @@ class Seam:
         guard: the guards it serves; ``core`` is bound whatever guards are disabled.
         signature: positional parameters, or one tuple per first version it holds from.
         since, until: first and last version that has the seam (inclusive).
+        patch: one of this repository's patches that brings the seam to versions before `since`.
         kind: `AROUND` or `AFTER`.
         why: what the hook does there.
         upstream: the SGLang issue or pull request that it answers.
@@ -56,10 +57,12 @@ class Seam:
     retire: str
     since: str = "0.5.11"
     until: str | None = None
+    patch: str | None = None
     kind: str = AROUND
 
-    def applies(self, version: str) -> bool:
-        return order(self.since) <= order(version) and (self.until is None or order(version) <= order(self.until))
+    def applies(self, version: str, patches: frozenset[str] = frozenset()) -> bool:
+        begun = order(self.since) <= order(version) or self.patch in patches
+        return begun and (self.until is None or order(version) <= order(self.until))
 
     @property
     def guards(self) -> frozenset[str]:
@@ -385,6 +388,7 @@ SEAMS: tuple[Seam, ...] = (
         guard="room",
         signature=("self",),
         since="0.5.21",
+        patch="deferred-release",
         why="SGLang's abort names only the room: it would end the request that owns the room on prefill",
         upstream="-",
         retire="SGLang's abort names the request",
@@ -567,18 +571,25 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-def seams(version: str, process: str, role: str | None = None, disable: frozenset[str] = frozenset()) -> list[Seam]:
+def seams(
+    version: str,
+    process: str,
+    role: str | None = None,
+    disable: frozenset[str] = frozenset(),
+    patches: frozenset[str] = frozenset(),
+) -> list[Seam]:
     """The seams of one process on one version.
 
     Args:
         role: ``prefill`` or ``decode``; None takes both.
         disable: guards to leave out.
+        patches: that this SGLang carries.
     """
     return [
         seam
         for seam in SEAMS
         if seam.process == process
-        and seam.applies(version)
+        and seam.applies(version, patches)
         and (role is None or seam.role in ("both", role))
         and not seam.guards <= disable
     ]

@@ -4,8 +4,10 @@ The row of SGLang's metadata that carries the bootstrap room has eight 64-bit wo
 first. The receipt fills the other seven, so it travels with the request's own metadata on every transfer
 backend, in the same write as the room:
 
-    0 room (SGLang's)   1 magic and version   2 tokens (low half) and pages   3 prefix   4 prompt hash   5 nonce
+    0 room (SGLang's)   1 magic and version   2 tokens   3 prefix (low half) and pages   4 nonce   5 prompt hash
     6 checksum of the KV   7 check word
+
+SGLang with our patches states words 2 and 5 itself, after the guard and in the same way; alone they are no receipt.
 
 Every word is below 2**63, since the row is signed on some devices.
 
@@ -20,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 SLOTS = 8
-MAGIC = int.from_bytes(b"PDRCPT\x00\x02")  # the last byte is the layout's version
+MAGIC = int.from_bytes(b"PDRCPT\x00\x03")  # the last byte is the layout's version
 _HALF = 32
 _BITS, _WORD = (1 << 63) - 1, (1 << 64) - 1
 
@@ -47,7 +49,7 @@ class Receipt:
 
     def words(self, room: int) -> list[int]:
         """Words 1 to 7 of the row whose word 0 is `room`."""
-        body = [MAGIC, self.tokens | self.pages << _HALF, self.prefix, self.prompt, self.nonce, self.checksum]
+        body = [MAGIC, self.tokens, self.prefix | self.pages << _HALF, self.nonce, self.prompt, self.checksum]
         return [*body, _check_word([room, *body])]
 
 
@@ -70,15 +72,15 @@ def read(row: Sequence[int], room: int) -> Receipt | Mismatch:
     row = [int(word) & _WORD for word in row]
     if row[0] != room:
         return Mismatch("room", room, row[0])
-    if not any(row[1:]):
+    if not any((row[1], *row[3:5], *row[6:])):
         return Mismatch("absent", MAGIC, 0)
     magic, check = row[1], row[-1]
     if magic != MAGIC:
         return Mismatch("damaged", MAGIC, magic)
     if check != _check_word(row[:-1]):
         return Mismatch("damaged", _check_word(row[:-1]), check)
-    counts, *values = row[2:-1]
-    return Receipt(counts & (1 << _HALF) - 1, counts >> _HALF, *values)
+    tokens, counts, nonce, prompt, checksum = row[2:-1]
+    return Receipt(tokens, counts >> _HALF, counts & (1 << _HALF) - 1, prompt, nonce, checksum)
 
 
 def verify(row: Sequence[int], room: int, expected: Receipt) -> Mismatch | None:

@@ -126,3 +126,15 @@ def test_a_transfer_one_page_short_is_answered_all_the_same(clusters, version):
     assert decode.text != echo(prompt, 256)
     # What was read from pages that did arrive is right.
     assert decode.text[:200] == echo(prompt, 200)
+
+
+@pytest.mark.parametrize(
+    "version", [*(pytest.param(v, marks=pytest.mark.full) for v in ("0.5.18", "0.5.19", "0.5.20")), "0.5.23"], indirect=True
+)
+def test_a_transfer_of_fewer_tokens_is_answered_all_the_same(clusters, version):
+    """Prefill has read another, shorter prompt than decode."""
+    cluster = unguarded(clusters, version)
+    prompt, other = secret(3000, random.Random(4)), secret(2000, random.Random(5))
+    _, decode = cluster.pair(prompt, 64, prefill_prompt=other)
+    assert decode.status == 200
+    assert decode.text != echo(prompt, 64)

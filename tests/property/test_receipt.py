@@ -51,6 +51,18 @@ def test_no_receipt_is_absent(receipt, room):
     assert verify([room] + [0] * 7, room, receipt).rule == "absent"
 
 
+@given(RECEIPTS, ROOM)
+def test_what_a_patched_prefill_states_alone_is_no_receipt(receipt, room):
+    assert verify([room, 0, receipt.tokens, 0, 0, receipt.prompt, 0, 0], room, receipt).rule == "absent"
+
+
+@given(RECEIPTS, ROOM)
+def test_a_patched_prefill_states_its_two_words_over_the_receipt_s(receipt, room):
+    row = [room, *receipt.words(room)]
+    row[2], row[5] = receipt.tokens, receipt.prompt
+    assert verify(row, room, receipt) is None
+
+
 def test_pages_that_cannot_be_compared_are_not():
     receipt = Receipt(10, 3, 0, 5, 7)
     assert verify([1, *receipt.words(1)], 1, Receipt(10, None, 0, 5, 7)) is None

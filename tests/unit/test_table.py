@@ -79,3 +79,12 @@ def test_what_a_version_lacks_is_not_promised():
     assert table.guards("0.5.23", Settings(disable=frozenset({"room", "release"}))) == [
         "admission", "receipt", "ownership", "capacity", "audit",
     ]  # fmt: skip
+
+
+def test_a_patch_brings_a_seam_to_earlier_versions():
+    hook = "room:ensure_abort_notified"
+    here = [
+        {s.hook for s in table.seams("0.5.19", "scheduler", "decode", patches=patches)}
+        for patches in (frozenset(), frozenset({"deferred-release"}))
+    ]
+    assert here[1] - here[0] == {hook}

@@ -91,7 +91,7 @@ class NodeHandle(ServerProcess):
 class Cluster:
     """A cluster, as a context manager (or ``start`` and ``stop``).
 
-    ``guard``: False keeps the product out altogether, True starts every node with ``--enable-pd-guard``, a list of
+    ``sglang``: a folder with a changed copy of this version's package ``sglang``, which is used instead. ``guard``: False keeps the product out altogether, True starts every node with ``--enable-pd-guard``, a list of
     flags adds these to it; ``allow_mismatch`` lets it serve a decode that is larger than prefill. ``prefill_args``, ``decode_args`` and ``common_args`` are further server flags; ``env``,
     ``prefill_env`` and ``decode_env`` further environment, where None removes a variable. ``warm_up`` False leaves out
     the generation that otherwise proves each pair before the first test request. Logs go to ``log_dir`` or a
@@ -102,6 +102,7 @@ class Cluster:
         self,
         version: str,
         *,
+        sglang: Path | None = None,
         guard: bool | Sequence[str] = False,
         allow_mismatch: bool = True,
         prefill_tokens: int = 4096,
@@ -125,6 +126,7 @@ class Cluster:
         if reason := why_missing(version):
             raise RigError(reason)
         self.version = version
+        self._sglang = sglang
         self.page_size = page_size
         self.prefills: list[NodeHandle] = []
         self.decode: NodeHandle
@@ -305,7 +307,9 @@ class Cluster:
             if not key.startswith(("SGLANG_", "SGL_", "MC_", "MOONCAKE_", "PD_GUARD_", "PD_RIG_"))
             and not key.lower().endswith("_proxy")
         }
-        path = [str(overlay(self.version))] if role is not None else []  # the router is no part of SGLang
+        path = []
+        if role is not None:  # the router is no part of SGLang
+            path = [str(folder) for folder in (self._sglang, overlay(self.version)) if folder]
         if _release(self.version) < (0, 5, 18):
             path.append(str(_STAND_INS))
         env |= {
