@@ -22,7 +22,10 @@ setup(
         "mooncake": ["mooncake-transfer-engine"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
     },
-    entry_points={"sglang.srt.plugins": ["pd_guard = sglang_pd_guard.plugin:load"]},
+    entry_points={
+        "console_scripts": ["pd-guard = sglang_pd_guard.cli.main:main"],
+        "sglang.srt.plugins": ["pd_guard = sglang_pd_guard.plugin:load"],
+    },
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: System Administrators",
