@@ -12,7 +12,7 @@ from sglang_pd_guard.__about__ import __version__
 COMMANDS = {
     "doctor": "check the SGLang installed here: version, known weaknesses, hook targets, environment",
     "audit": "compare the running prefill and decode servers with each other",
-    #"probe": "attack an endpoint and check every answer for other requests' text",
+    "probe": "attack an endpoint and check every answer for other requests' text",
 }
 
 _EXIT = "exit status: 0 nothing found, 1 something found, 2 could not look"

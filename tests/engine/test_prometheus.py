@@ -1,0 +1,95 @@
+"""A real Prometheus scrapes a real pair, and an alert fires after an attack."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from pd_rig.client import get
+from pd_rig.home import why_missing
+from pd_rig.ports import PortPool
+from pd_rig.processes import ServerProcess, stop_all
+from pd_rig.traffic import same_room
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"),
+]
+
+RULES = Path(__file__).parents[2] / "deploy/prometheus/pd-guard.rules.yml"
+
+
+@pytest.fixture
+def prometheus(tmp_path):
+    """Call it with the servers to scrape; returns a function that asks its HTTP API."""
+    ports, servers = PortPool(), []
+
+    def start(nodes):
+        port = ports.take()
+        (tmp_path / "prometheus.json").write_text(json.dumps({  # JSON is YAML
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(RULES)],
+            "scrape_configs": [{
+                "job_name": "sglang",
+                "static_configs": [{"targets": [f"127.0.0.1:{node.port}"]} for node in nodes],
+            }],
+        }))  # fmt: skip
+        command = ["prometheus", f"--config.file={tmp_path / 'prometheus.json'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+        command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+        servers.append(ServerProcess("prometheus", command, dict(os.environ), tmp_path / "prometheus.log"))
+
+        def ask(path):
+            servers[0].check()
+            try:
+                return get(f"http://127.0.0.1:{port}/api/v1/{path}").json()["data"]
+            except OSError:
+                return None
+
+        return ask
+
+    yield start
+    stop_all(servers)
+    ports.release()
+
+
+def eventually(question, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not (answer := question()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.3)
+    return answer
+
+
+def firing(ask):
+    return {
+        (alert["labels"]["alertname"], alert["labels"].get("instance"), alert["labels"].get("rule"))
+        for alert in (ask("alerts") or {"alerts": []})["alerts"]
+        if alert["state"] == "firing"
+    }
+
+
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+def test_an_attack_raises_its_alert(clusters, version, prometheus):
+    if reason := why_missing(version):
+        pytest.skip(reason)
+    cluster = clusters(version, guard=True)
+    ask = prometheus(cluster.nodes)
+    instances = {f"127.0.0.1:{node.port}" for node in cluster.nodes}
+
+    def guarded():
+        return {sample["metric"]["instance"] for sample in (ask("query?query=sglang:pd_guard_info") or {"result": []})["result"]}
+
+    eventually(lambda: guarded() == instances)
+    # prefill 4,096 tokens and decode 8,192: served here, and told.
+    prefill = f"127.0.0.1:{cluster.prefills[0].port}"
+    eventually(lambda: ("PdGuardCapacityMismatch", prefill, "capacity") in firing(ask))
+    assert not any(name == "PdGuardRoomInUse" for name, *_ in firing(ask))
+
+    for outcome in same_room(cluster, 2):
+        assert not outcome.leaks
+    eventually(lambda: any(name == "PdGuardRoomInUse" and rule == "in-use" for name, _, rule in firing(ask)))
+    summaries = [a["annotations"]["summary"] for a in ask("alerts")["alerts"] if a["labels"]["alertname"] == "PdGuardRoomInUse"]
+    assert any("refused a bootstrap room that was in use" in summary for summary in summaries)
+    assert "PdGuardFault" not in {name for name, *_ in firing(ask)}
