@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill", metavar="URL", help="with --decode: the native API of a pair; adds the attack on bootstrap rooms, which may end an unguarded server")
     add("--decode", metavar="URL")
     add("--limit", type=int, metavar="TOKENS", help="longest prompt that the endpoint admits; default: read from the servers that the router names")
-    add("--duration", type=float, default=60, metavar="S", help="seconds of the attack (default 60, at most 3600)")
+    add("--duration", type=float, default=60, metavar="S", help="seconds of the attack (default 60, at most 3600); twice that where not every attack has come by then")
     add("--rate", type=float, default=4, metavar="N", help="attacks a second, at most (default 4, at most 50)")
     add("--concurrency", type=int, default=8, metavar="N", help="requests under way, at most (default 8, at most 256)")
     add("--patience", type=float, metavar="S", help="seconds after which a request counts as hung; default: five times the slowest healthy one, 10 to 60")

@@ -90,7 +90,7 @@ class Planner:
         """
         limit = self._limits.admitted
         plans = [self._sized("oversize", self._rng.choice([limit + 1, self._rng.randint(limit + 1, limit + 64)]))]
-        if self._rng.random() < 1 / 3:
+        if self._rng.random() < 1 / 4:
             plans.append(self._sized("oversize", self._rng.choice([2 * limit, self._rng.randint(limit + 65, 2 * limit)])))
         return plans
 

@@ -1,7 +1,8 @@
 """Prompts with one right answer: the secret that stands in them again and again.
 
-The last secret begins 256 characters before the end, so that a model which copies what stood 256 characters earlier (the echo model of
-this repository's tests) answers with it as a model does that follows the instruction.
+A line begins 256 characters before the end, so that a model which copies what stood 256 characters earlier (the echo model of this
+repository's tests) answers with the secret, as a model does that follows the instruction. And nearly all of a prompt is its secret, so
+that hardly any part of its KV can be read without one.
 
 Pure.
 """
@@ -12,24 +13,20 @@ import dataclasses
 
 from sglang_pd_guard.cli.probe.secrets import LENGTH
 
-_HEAD = "Someone's notes. Their code stands on every line.\n"
-_QUESTION = (
-    "Which code stands in the notes above? Answer with the code alone, letter by letter, upper and lower case as above, and with nothing "
-    "else: no explanation, no quotes."
+_HEAD = (
+    "Someone's notes. Their code stands on every line. Which code is it? Answer with the code alone, letter by letter, upper and lower case "
+    "as in the notes, and with nothing else: no explanation, no quotes.\n"
 )
-_END = "\nThe code:"
-_TAIL = 256
+_END = "Now answer with the code:"
 _FILLER = " x"
 
-
-def _tail(secret: str) -> str:
-    dashes = "-" * (_TAIL - LENGTH - 1 - len(_QUESTION) - len(_END) - 1)
-    return f"{secret}\n{dashes}\n{_QUESTION}{_END}"
+#: Lines of the secret in every prompt.
+LINES = (256 - len(_END)) // (LENGTH + 1)
 
 
 def recall(secret: str, lines: int = 0, filler: int = 0, dots: int = 0) -> str:
-    """A prompt whose answer is `secret`: `dots`, `filler` words and `lines` more lines of the secret, then the question."""
-    return "." * dots + _FILLER * filler + _HEAD + (secret + "\n") * lines + _tail(secret)
+    """A prompt whose answer is `secret`: `dots`, `filler` words, the question, and the secret on `lines` more lines than `LINES`."""
+    return "." * dots + _FILLER * filler + _HEAD + (secret + "\n") * (lines + LINES) + _END
 
 
 @dataclasses.dataclass(frozen=True)

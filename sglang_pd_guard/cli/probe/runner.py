@@ -244,19 +244,23 @@ class Run:
             self._progress(f"{self._phase}: {len(self._requests)} requests", share[0] + (share[1] - share[0]) * done)
 
     async def _attack(self, planner: Planner, kinds: Sequence[str], pair: tuple[Node, Node] | None, decode_pool: int) -> None:
-        """Rounds: victims fill pages and leave, an attack follows at once, other victims run beside it."""
+        """Rounds: victims fill pages and leave, an attack follows at once, other victims run beside it. Goes on until every kind has
+        come, for twice the time at most.
+        """
         if not kinds:
             await self._healthy(planner, self._options.duration, at_least=1, share=(0.2, 0.9))
             return
         begin, cards, under_way = self._now(), [], set()
         fill = min(4, self._options.concurrency, max(2, decode_pool // planner.largest)) if decode_pool else 2
-        while (now := self._now() - begin) < self._options.duration:
+        left = set(kinds)
+        while (now := self._now() - begin) < self._options.duration * (2 if left else 1):
             cards = cards or attacks.deck(self._rng, kinds)
             next_round = self._now() + 1 / self._options.rate
             # As many as fill decode's pool, so that whatever the attack is lent was theirs. Where others hang, they may too.
             victims = {asyncio.create_task(self._send(planner.victim(long=True))) for _ in range(fill)}
             await asyncio.wait(victims, timeout=max(1.0, 3 * planner.moments.total))
             under_way |= victims
+            left.discard(cards[0])
             plans = planner.attack(cards.pop(0))
             sent = [self._same_room(plans, pair)] if plans[0].native else [self._send(plan) for plan in plans]
             under_way |= {asyncio.create_task(work) for work in [*sent, self._send(planner.victim(share=0.25))]}
