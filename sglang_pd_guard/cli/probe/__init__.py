@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, default=8, metavar="N", help="requests under way, at most (default 8, at most 256)")
     add("--patience", type=float, metavar="S", help="seconds after which a request counts as hung; default: five times the slowest healthy one, 10 to 60")
     add("--attacks", default=",".join(ATTACKS), metavar="NAME[,NAME]", help=f"of {', '.join(ATTACKS)}; none: healthy traffic only")
-    add("--seed", type=int, help="repeats the same requests")
+    add("--seed", type=int, help="seed of the prompts and of the order of attacks")
     add("--report", type=Path, metavar="FILE", help="write the report as HTML")
     add("--json", type=Path, metavar="FILE", help="write everything as JSON; - prints it")
     add("--i-own-this", action="store_true", help="the endpoint has a public address and you may attack it")
