@@ -61,7 +61,7 @@ def test_it_finds_the_hang(clusters, version, tmp_path):
 )
 def test_a_guarded_pair_is_clean(clusters, version, tmp_path):
     """All attacks, with bootstrap rooms used twice."""
-    status, report = probe(clusters, version, tmp_path, "--duration", "60", native=True, guard=True)
+    status, report = probe(clusters, version, tmp_path, "--duration", "60", "--patience", "60", native=True, guard=True)
     assert status == 0, report["findings"]
     kinds = {row["kind"]: row for row in report["kinds"]}
     assert set(kinds) >= {"victim", "oversize", "edge", "disconnect", "abort", "grammar", "samples", "storm", "room"}
@@ -74,6 +74,6 @@ def test_a_guarded_pair_is_clean(clusters, version, tmp_path):
 @pytest.mark.parametrize("version", [pytest.param("0.5.19", marks=pytest.mark.full), "0.5.23"], indirect=True)
 def test_healthy_traffic_alone_is_clean(clusters, version, tmp_path):
     """Without the guard too: no false alarm."""
-    status, report = probe(clusters, version, tmp_path, "--duration", "20", "--attacks", "none")
+    status, report = probe(clusters, version, tmp_path, "--duration", "20", "--attacks", "none", "--patience", "60")
     assert (status, report["findings"]) == (0, [])
     assert {r["kind"] for r in report["requests"]} == {"victim"} and len(report["requests"]) >= 20
