@@ -209,11 +209,11 @@ def _attacks(requests: Sequence[Request]) -> str:
     rows = ""
     for row in by_kind(requests):
         cells = "".join(f"<td{' class=bad' if row[f] else ''}>{row[f] or ''}</td>" for f in faults)
-        rows += f"<tr><td>{escape(str(row['kind']))}</td><td>{row['sent']}</td><td>{row['answered']}</td><td>{row['refused']}</td>{cells}</tr>"
+        rows += f"<tr><td>{escape(str(row['kind']))}</td><td>{row['sent']}</td><td>{row['answered']}</td><td>{row['refused']}</td><td>{row['left'] or ''}</td>{cells}</tr>"
     head = "".join(f"<th>{_NAMES[f]}</th>" for f in faults)
     return (
         '<section class="card"><h2>By kind of request</h2><div class="scroll"><table>'
-        f"<tr><th>kind</th><th>sent</th><th>answered</th><th>refused (4xx)</th>{head}</tr>{rows}</table></div></section>"
+        f"<tr><th>kind</th><th>sent</th><th>answered</th><th>refused (4xx)</th><th>client left</th>{head}</tr>{rows}</table></div></section>"
     )
 
 

@@ -162,6 +162,7 @@ def by_kind(requests: Sequence[Request]) -> list[dict[str, object]]:
         rows.append({
             "kind": kind, "sent": len(these), "answered": sum(r.answered for r in these),
             "refused": sum(r.status is not None and 400 <= r.status < 500 for r in these),
+            "left": sum(r.expects == "nothing" and not r.answered for r in these),
             **{fault: faults[fault] for fault in FAULTS[:-1]},
         })  # fmt: skip
     return rows
