@@ -29,7 +29,7 @@ def prometheus(tmp_path):
     def start(nodes):
         port = ports.take()
         (tmp_path / "prometheus.json").write_text(json.dumps({  # JSON is YAML
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "1s"},
             "rule_files": [str(RULES)],
             "scrape_configs": [{
                 "job_name": "sglang",
@@ -54,7 +54,7 @@ def prometheus(tmp_path):
     ports.release()
 
 
-def eventually(question, seconds=30):
+def eventually(question, seconds=60):
     deadline = time.monotonic() + seconds
     while not (answer := question()):
         assert time.monotonic() < deadline, f"not within {seconds} s"
