@@ -223,7 +223,7 @@ def _holds(node: Node) -> Iterable[Finding]:
         change = f"--enable-pd-guard, or {known.HOLDS_SWITCH}=1"
     else:
         what = f"SGLang {node.sglang} with {node.backend or 'this backend'} never holds the pages of a failed transfer"
-        change = "--enable-pd-guard" if known.at_least(node.sglang, "0.5.15.post1") else "a newer SGLang, with --enable-pd-guard"
+        change = "--enable-pd-guard" if "release" in known.guards(node.sglang) else "a newer SGLang, with --enable-pd-guard"
     yield Finding("release", "warning", (node.url,), what, "a late write lands in the KV of the pages' next owner", change)
 
 

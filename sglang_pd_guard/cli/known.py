@@ -10,7 +10,7 @@ import dataclasses
 
 from sglang_pd_guard.bindings import table
 from sglang_pd_guard.bindings.table import order
-from sglang_pd_guard.settings import Settings
+from sglang_pd_guard.settings import GUARDS, Settings
 
 ISSUES = "https://github.com/sgl-project/sglang/issues/"
 
@@ -157,8 +157,12 @@ WEAKNESSES: tuple[Weakness, ...] = (
 
 def weaknesses(version: str) -> list[Weakness]:
     """What concerns this version, or the nearest that is known."""
-    known = version if version in table.SUPPORTED else table.nearest(version)
-    return [weakness for weakness in WEAKNESSES if weakness.concerns(known)]
+    return [weakness for weakness in WEAKNESSES if weakness.concerns(table.nearest(version))]
+
+
+def guards(version: str) -> list[str]:
+    """The guards that run on this version, or the nearest that is known, if none is left out."""
+    return table.guards(table.nearest(version), Settings())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +192,6 @@ BACKENDS: tuple[Backend, ...] = (
 #: From this version on SGLang holds such pages unless it is told not to; before, only if it is told to.
 HOLDS_BY_DEFAULT = "0.5.21"
 HOLDS_SWITCH = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
-CHECKSUM_SINCE = "0.5.21"
-CANARY_SINCE = "0.5.15.post1"
 
 
 def at_least(version: str, first: str | None) -> bool:
@@ -204,10 +206,9 @@ def versions_table() -> str:
     """The README's table of versions, as Markdown."""
     rows = ["| SGLang | state | guards | weaknesses without them |", "| --- | --- | --- | --- |"]
     for version, promise in table.SUPPORTED.items():
-        bound = table.guards(version, Settings())
         state = "supported" if promise == "full" else "supported for admission and receipt; the others are bound"
         keys = ", ".join(f"`{weakness.key}`" for weakness in weaknesses(version))
-        rows.append(f"| {version} | {state} | {_all_but(bound)} | {keys} |")
+        rows.append(f"| {version} | {state} | {_all_but(guards(version))} | {keys} |")
     rows.append("| any other | refused, unless `--pd-guard-allow-unverified` | | |")
     return "\n".join(rows)
 
@@ -223,7 +224,5 @@ def weaknesses_table() -> str:
 
 
 def _all_but(bound: list[str]) -> str:
-    from sglang_pd_guard.settings import GUARDS
-
     out = [guard for guard in GUARDS if guard not in bound]
     return f"all but {', '.join(out)}" if out else "all"

@@ -61,7 +61,7 @@ def test_alerts_and_dashboard_ask_only_for_what_exists():
 def test_every_alert_is_in_the_runbook():
     rules = RULES.read_text()
     alerts = re.findall(r"alert: (\w+)", rules)
-    assert len(set(alerts)) == len(alerts) == 12
+    assert alerts and len(set(alerts)) == len(alerts)
     headings = re.findall(r"^### (\w+)$", (ROOT / "docs/runbook.md").read_text(), re.MULTILINE)
     assert headings == alerts
     assert re.findall(r"runbook: docs/runbook.md#(\w+)", rules) == [alert.lower() for alert in alerts]

@@ -149,7 +149,7 @@ async def asked(handler, **options):
 
     app = web.Application()
     app.router.add_post("/v1/{tail:.*}", handler)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -37,7 +37,7 @@ class Endpoint:
             if self.fault == "hang":
                 await asyncio.sleep(3600)
             if self.fault == "leak":
-                text = f"It is {self.last[4:].upper()}"
+                text = self.last[4:].upper()
             elif self.fault != "ignore":
                 return web.json_response({"object": "error", "message": "too long"}, status=500 if self.fault == "status" else 400)
         elif "regex" in body or "ebnf" in body or "response_format" in body:
