@@ -138,7 +138,7 @@ def guard_facts(text: str) -> dict:
     """What a server's ``/metrics`` says of its guard, as fields of `Node`."""
     samples = {
         name: [(dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels)), float(value)) for labels, value in found]
-        for name in ("info", "owned_when_idle", "held_pages", "faults_total")
+        for name in ("info", "owned_when_idle", "held_pages", "admitting", "faults_total")
         if (found := re.findall(rf"^{re.escape(PREFIX + name)}(?:\{{(.*)\}})? (\S+)", text, re.MULTILINE))
     }
     owned: dict[str, int] = {}
@@ -150,6 +150,7 @@ def guard_facts(text: str) -> dict:
         "guard": Guard(info["version"], info["mode"], info["peer"]) if info else None,
         "owned": owned,
         "quarantined": int(sum(v for labels, v in samples.get("held_pages", ()) if labels.get("state") == "quarantined")),
+        "admitting": all(value for _, value in samples.get("admitting", ())),
         "faults": int(sum(value for _, value in samples.get("faults_total", ()))),
     }
 

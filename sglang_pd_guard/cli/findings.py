@@ -43,6 +43,7 @@ class Node:
         metrics: whether its ``/metrics`` could be read, without which nothing of the guard is known.
         guards: the guards of a prefill, from its bootstrap server.
         owned: what it still owned when it was last idle, by kind.
+        quarantined: pages that wait for a prefill that does not answer; `admitting` is False where they are too many.
         clock: seconds by which its clock is ahead of the reader's.
     """
 
@@ -69,6 +70,7 @@ class Node:
     guards: tuple[str, ...] | None = None
     owned: dict[str, int] = dataclasses.field(default_factory=dict)
     quarantined: int = 0
+    admitting: bool = True
     faults: int = 0
     clock: float | None = None
 
@@ -233,9 +235,11 @@ def _accounts(node: Node) -> Iterable[Finding]:
         owned = ", ".join(f"{number} {kind}" for kind, number in sorted(node.owned.items()) if number)
         yield Finding("leak", "error", at, f"it owned {owned} while idle", "capacity is lost until it is restarted", "restart it; report the log")  # fmt: skip
     if node.quarantined:
+        full = not node.admitting
         yield Finding(
-            "quarantine", "warning", at, f"{node.quarantined} pages are quarantined",
-            "they are not used: their prefill is gone or its writes fail",
+            "quarantine", "error" if full else "warning", at,
+            f"{node.quarantined} pages are quarantined" + (", more than --pd-guard-max-quarantined allows" if full else ""),
+            "every request is refused, and /health is 503" if full else "they are not used: their prefill is gone or its writes fail",
             "start a prefill at the same address, or restart this decode",
         )  # fmt: skip
     if node.faults:

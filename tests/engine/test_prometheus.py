@@ -1,12 +1,13 @@
 """A real Prometheus scrapes a real pair, and an alert fires after an attack."""
 
-import json
 import os
 import shutil
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+import yaml
 from pd_rig.client import get
 from pd_rig.home import why_missing
 from pd_rig.ports import PortPool
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"),
 ]
 
-RULES = Path(__file__).parents[2] / "deploy/prometheus/pd-guard.rules.yml"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 @pytest.fixture
@@ -28,24 +29,19 @@ def prometheus(tmp_path):
 
     def start(nodes):
         port = ports.take()
-        (tmp_path / "prometheus.json").write_text(json.dumps({  # JSON is YAML
-            "global": {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "1s"},
-            "rule_files": [str(RULES)],
-            "scrape_configs": [{
-                "job_name": "sglang",
-                "static_configs": [{"targets": [f"127.0.0.1:{node.port}"]} for node in nodes],
-            }],
-        }))  # fmt: skip
-        command = ["prometheus", f"--config.file={tmp_path / 'prometheus.json'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+        config = yaml.safe_load((DEPLOY / "compose/prometheus.yml").read_text())
+        config["rule_files"] = [str(DEPLOY / "prometheus/pd-guard.rules.yml")]
+        (scrape,) = config["scrape_configs"]
+        scrape["static_configs"] = [{"targets": [f"127.0.0.1:{node.port}" for node in nodes]}]
+        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+        command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
         command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
         servers.append(ServerProcess("prometheus", command, dict(os.environ), tmp_path / "prometheus.log"))
+        eventually(lambda: ready(port))
 
         def ask(path):
             servers[0].check()
-            try:
-                return get(f"http://127.0.0.1:{port}/api/v1/{path}").json()["data"]
-            except OSError:
-                return None
+            return get(f"http://127.0.0.1:{port}/api/v1/{path}").json()["data"]
 
         return ask
 
@@ -56,16 +52,27 @@ def prometheus(tmp_path):
 
 def eventually(question, seconds=60):
     deadline = time.monotonic() + seconds
-    while not (answer := question()):
+    while not question():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.3)
-    return answer
+
+
+def ready(port):
+    try:
+        return get(f"http://127.0.0.1:{port}/-/ready").ok
+    except OSError:
+        return False
+
+
+def instances(ask, query):
+    return {sample["metric"]["instance"] for sample in ask(f"query?query={quote(query)}")["result"]}
 
 
 def firing(ask):
+    """(alert, instance, rule) of those that fire."""
     return {
         (alert["labels"]["alertname"], alert["labels"].get("instance"), alert["labels"].get("rule"))
-        for alert in (ask("alerts") or {"alerts": []})["alerts"]
+        for alert in ask("alerts")["alerts"]
         if alert["state"] == "firing"
     }
 
@@ -76,12 +83,10 @@ def test_an_attack_raises_its_alert(clusters, version, prometheus):
         pytest.skip(reason)
     cluster = clusters(version, guard=True)
     ask = prometheus(cluster.nodes)
-    instances = {f"127.0.0.1:{node.port}" for node in cluster.nodes}
-
-    def guarded():
-        return {sample["metric"]["instance"] for sample in (ask("query?query=sglang:pd_guard_info") or {"result": []})["result"]}
-
-    eventually(lambda: guarded() == instances)
+    nodes = {f"127.0.0.1:{node.port}" for node in cluster.nodes}
+    eventually(lambda: instances(ask, "sglang:pd_guard_info") == nodes)
+    assert instances(ask, "sglang:pd_guard_admitting == 1") == nodes
+    assert instances(ask, "sglang:num_used_tokens") == nodes  # SGLang's own
     # prefill 4,096 tokens and decode 8,192: served here, and told.
     prefill = f"127.0.0.1:{cluster.prefills[0].port}"
     eventually(lambda: ("PdGuardCapacityMismatch", prefill, "capacity") in firing(ask))
@@ -92,4 +97,4 @@ def test_an_attack_raises_its_alert(clusters, version, prometheus):
     eventually(lambda: any(name == "PdGuardRoomInUse" and rule == "in-use" for name, _, rule in firing(ask)))
     summaries = [a["annotations"]["summary"] for a in ask("alerts")["alerts"] if a["labels"]["alertname"] == "PdGuardRoomInUse"]
     assert any("refused a bootstrap room that was in use" in summary for summary in summaries)
-    assert "PdGuardFault" not in {name for name, *_ in firing(ask)}
+    assert not {"PdGuardFault", "PdGuardMissing", "PdGuardNotAdmitting"} & {name for name, *_ in firing(ask)}

@@ -30,7 +30,7 @@ def nodes(role):
         guard=st.none() | st.builds(Guard, st.sampled_from(["1", "2"]), st.sampled_from(["enforce", "observe"]), st.sampled_from(["require", "prefer"])),
         guards=st.sampled_from([None, (), ("admission", "release")]),
         owned=st.dictionaries(st.sampled_from(["pages", "rooms"]), st.integers(0, 3)),
-        quarantined=st.integers(0, 2), faults=st.integers(0, 2),
+        quarantined=st.integers(0, 2), admitting=st.booleans(), faults=st.integers(0, 2),
         clock=st.none() | st.floats(-100, 100),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ sglang:pd_guard_owned_when_idle{kind="pages",role="decode"} 2.0
 sglang:pd_guard_owned_when_idle{kind="rooms",role="decode"} 0.0
 sglang:pd_guard_held_pages{role="decode",state="held"} 5.0
 sglang:pd_guard_held_pages{role="decode",state="quarantined"} 7.0
+sglang:pd_guard_admitting{role="decode"} 0.0
 sglang:pd_guard_faults_total{role="decode",seam="admission:decode_door"} 1.0
 """
 
@@ -59,9 +60,10 @@ def bodies(role, **changes):
 def test_what_metrics_say_of_the_guard():
     facts = audit.guard_facts(METRICS)
     assert facts == {
-        "metrics": True, "guard": Guard("0.1.0", "enforce", "prefer"), "owned": {"pages": 2, "rooms": 0}, "quarantined": 7, "faults": 1,
+        "metrics": True, "guard": Guard("0.1.0", "enforce", "prefer"), "owned": {"pages": 2, "rooms": 0}, "quarantined": 7, "admitting": False, "faults": 1,
     }  # fmt: skip
-    assert audit.guard_facts("sglang:num_used_tokens 0\n")["guard"] is None
+    bare = audit.guard_facts("sglang:num_used_tokens 0\n")
+    assert (bare["guard"], bare["admitting"]) == (None, True)
 
 
 def test_a_node_is_read():
@@ -88,7 +90,7 @@ def test_exit_status(capsys):
         servers = ["audit", "--prefill", prefill + "/", "--decode", decode]
         assert main(servers) == 1  # leaks in METRICS are errors
         printed = capsys.readouterr().out
-        assert "ERROR leak" in printed and "2 pages" in printed and printed.endswith("2 error, 4 warning, 2 info\n")
+        assert "ERROR leak" in printed and "2 pages" in printed and printed.endswith("4 error, 2 warning, 2 info\n")
         assert main([*servers, "--json"]) == 1
         assert len(json.loads(capsys.readouterr().out)["nodes"]) == 2
         assert main(["audit", "--prefill", prefill, "--decode", "http://127.0.0.1:9"]) == 2

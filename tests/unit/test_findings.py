@@ -122,6 +122,7 @@ def test_a_pair_that_differs(rule, severity, prefill, decode, words):
         ("disabled", "warning", {"guards": ("admission",)}),
         ("leak", "error", {"owned": {"pages": 3, "rooms": 0}}),
         ("quarantine", "warning", {"quarantined": 80}),
+        ("quarantine", "error", {"quarantined": 80, "admitting": False}),
         ("faults", "warning", {"faults": 1}),
     ],
 )

@@ -228,6 +228,15 @@ def test_a_client_that_leaves():
     assert (reply.error, reply.left, reply.seconds < 2) == (None, True, True)
 
 
+def test_a_redirect_is_not_followed():
+    async def elsewhere(request):
+        from aiohttp import web
+
+        raise web.HTTPTemporaryRedirect("/v1/other")
+
+    assert ask(elsewhere, stream=False).status == 307
+
+
 def test_nobody_there():
     async def nobody():
         import aiohttp

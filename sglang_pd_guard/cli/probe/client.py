@@ -96,7 +96,8 @@ async def _exchange(session, url: str, body: dict[str, Any], reply: Reply, begin
     import aiohttp
 
     try:
-        async with session.post(url, json=body) as response:
+        # A redirect could lead to a host that may not be attacked.
+        async with session.post(url, json=body, allow_redirects=False) as response:
             reply.status = response.status
             if body.get("stream") and response.status == 200:
                 async for event in _events(response):
