@@ -38,6 +38,7 @@ def rules(report):
     ],
     indirect=["version"],
 )
+@pytest.mark.cluster("unguarded")
 def test_the_mismatch_of_the_incident_is_an_error(clusters, version, then, capsys):
     """Prefill 4,096 tokens, decode 8,192: named with both numbers and the flag to change."""
     cluster = cluster_of(clusters, version)
@@ -57,6 +58,7 @@ def test_the_mismatch_of_the_incident_is_an_error(clusters, version, then, capsy
 
 
 @pytest.mark.parametrize("version", [pytest.param("0.5.18", marks=pytest.mark.full), "0.5.23"], indirect=True)
+@pytest.mark.cluster("guarded")
 def test_a_guarded_mismatch_is_a_warning(clusters, version, capsys):
     cluster = cluster_of(clusters, version, guard=True)
     status, report = audit(capsys, cluster)

@@ -31,6 +31,7 @@ def count(report, fault):
 
 
 @pytest.mark.parametrize("version", [pytest.param("0.5.18", marks=pytest.mark.full), "0.5.19"], indirect=True)
+@pytest.mark.cluster("unguarded")
 def test_it_finds_the_leak(clusters, version, tmp_path, capsys):
     """The incident, by an oversize prompt through the router."""
     status, report = probe(clusters, version, tmp_path, "--duration", "45", "--attacks", "oversize", "--seed", "1", "--patience", "15")
@@ -47,6 +48,7 @@ def test_it_finds_the_leak(clusters, version, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+@pytest.mark.cluster("unguarded")
 def test_it_finds_the_hang(clusters, version, tmp_path):
     status, report = probe(clusters, version, tmp_path, "--duration", "25", "--attacks", "oversize", "--patience", "10")
     assert status == 1
@@ -59,6 +61,7 @@ def test_it_finds_the_hang(clusters, version, tmp_path):
     [pytest.param("0.5.18", marks=pytest.mark.full), pytest.param("0.5.20", marks=pytest.mark.full), "0.5.23"],
     indirect=True,
 )
+@pytest.mark.cluster("guarded")
 def test_a_guarded_pair_is_clean(clusters, version, tmp_path):
     """All attacks, with bootstrap rooms used twice."""
     status, report = probe(clusters, version, tmp_path, "--duration", "60", "--patience", "60", native=True, guard=True)

@@ -56,6 +56,7 @@ def ask(url, prompt):
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+@pytest.mark.cluster("guarded")
 def test_refusals_do_not_open_the_circuit_breaker(clusters, version, router):
     if reason := why_missing(version):
         pytest.skip(reason)

@@ -225,8 +225,7 @@ class Run:
 
     async def _quiet(self, planner: Planner) -> None:
         """Healthy traffic for a quarter of the time, 12 requests at least; learns what healthy requests take."""
-        seconds = max(1.0, self._options.duration / 4)
-        await self._healthy(planner, seconds, at_least=12, share=(0.0, 0.2))
+        await self._healthy(planner, self._options.duration / 4, at_least=12, share=(0.0, 0.2))
         good = [r for r in self._requests if r.first is not None and r.answered]
         if good:
             first, total = (percentile([getattr(r, name) for r in good], 0.5) for name in ("first", "seconds"))
