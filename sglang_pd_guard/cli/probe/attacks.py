@@ -48,8 +48,8 @@ class Plan:
 class Moments:
     """Seconds that healthy requests take, by which clients choose when to go away."""
 
-    first: float
-    total: float
+    first: float = 0.5
+    total: float = 1.0
 
 
 class Planner:
@@ -59,7 +59,7 @@ class Planner:
         self._rng = rng
         self._sizes = sizes
         self._limits = limits
-        self.moments = Moments(0.5, 1.0)
+        self.moments = Moments()
         smallest = round(sizes.base + sizes.line)
         if limits.served < 2 * smallest:
             raise ValueError(f"the endpoint serves prompts of {limits.served} tokens; the probe needs {2 * smallest} at least")

@@ -224,15 +224,17 @@ class Run:
     # ------------------------------------------------------------ the phases
 
     async def _quiet(self, planner: Planner) -> None:
-        """Healthy traffic for a quarter of the time, 12 requests at least; learns what healthy requests take."""
+        """Healthy traffic for a quarter of the time, 12 requests at least; learns how long to wait for an answer."""
         await self._healthy(planner, self._options.duration / 4, at_least=12, share=(0.0, 0.2))
-        good = [r for r in self._requests if r.first is not None and r.answered]
-        if good:
-            first, total = (percentile([getattr(r, name) for r in good], 0.5) for name in ("first", "seconds"))
-            planner.moments = Moments(first, total)
         if self._options.patience is None:
-            slowest = max((r.seconds for r in good), default=6.0)
+            slowest = max((r.seconds for r in self._requests if r.answered), default=6.0)
             self._patience = min(60.0, max(10.0, 5 * slowest))
+
+    def _moments(self) -> Moments:
+        """What the latest healthy requests took."""
+        good = [r for r in self._requests if r.kind == "victim" and r.first is not None and r.answered][-12:]
+        first, total = (percentile([getattr(r, name) for r in good], 0.5) for name in ("first", "seconds"))
+        return Moments(first or Moments.first, total or Moments.total)
 
     async def _healthy(self, planner: Planner, seconds: float, at_least: int, share: tuple[float, float]) -> None:
         end, sent = self._now() + seconds, 0
@@ -255,6 +257,7 @@ class Run:
         while (now := self._now() - begin) < self._options.duration * (2 if left else 1):
             cards = cards or attacks.deck(self._rng, kinds)
             next_round = self._now() + 1 / self._options.rate
+            planner.moments = self._moments()
             # As many as fill decode's pool, so that whatever the attack is lent was theirs. Where others hang, they may too.
             victims = {asyncio.create_task(self._send(planner.victim(long=True))) for _ in range(fill)}
             await asyncio.wait(victims, timeout=max(1.0, 3 * planner.moments.total))
