@@ -41,6 +41,7 @@ def test_the_edge_is_one_below_at_and_above_the_limit():
 def test_where_sizes_are_estimates_nothing_near_the_limit_must_be_refused():
     estimated = planner(sizes=Sizes(100, 20, 1, exact=False))
     assert [plan.expects for plan in estimated.attack("edge")] == ["either"] * 3
+    assert all(sum(plan.size > 4089 + 64 for plan in estimated.attack("oversize")) == 1 for _ in range(50))
     assert max(estimated.victim().size for _ in range(200)) <= 0.85 * 4030
 
 

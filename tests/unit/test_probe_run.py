@@ -77,7 +77,7 @@ def probed(fault=None, **options):
         site = web.TCPSite(server, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
-        defaults = {"limit": LIMIT, "duration": 1, "rate": 50, "patience": 10, "settle": 0.1, "seed": 3}
+        defaults = {"limit": LIMIT, "duration": 0.5, "rate": 50, "patience": 10, "settle": 0.1, "seed": 3}
         try:
             return await run_probe(Options(url=f"http://127.0.0.1:{port}", **(defaults | options)), lambda stage, share: None)
         finally:
@@ -87,7 +87,7 @@ def probed(fault=None, **options):
 
 
 def test_a_sound_endpoint_is_clean():
-    result = probed()
+    result = probed(duration=1)
     assert result.findings == []
     assert (result.model, result.kind, result.checkable, result.pages) == ("small", "chat", True, {})
     kinds = {request.kind for request in result.requests}
@@ -116,12 +116,12 @@ def test_a_fault_is_found(fault, finding, kind):
 
 
 def test_a_model_that_cannot_do_the_task_is_no_fault():
-    result = probed("forgetful", duration=1, attacks=())
+    result = probed("forgetful", attacks=())
     assert (result.checkable, result.findings) == (False, [])
 
 
 def test_healthy_traffic_alone():
-    result = probed(duration=1, attacks=())
+    result = probed(attacks=())
     assert result.findings == [] and {r.kind for r in result.requests} == {"victim"}
 
 

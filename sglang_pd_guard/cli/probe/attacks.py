@@ -85,12 +85,12 @@ class Planner:
         return ATTACKS[kind](self)
 
     def _oversize(self) -> list[Plan]:
-        """One just above the limit, where freed pages hold KV of the very positions that its answer looks at; at times one up to
-        twice the limit.
+        """One just above the limit, where freed pages hold KV of the very positions that its answer looks at; at times, or
+        always where sizes are estimates, one up to twice the limit, which must be refused.
         """
         limit = self._limits.admitted
         plans = [self._sized("oversize", self._rng.choice([limit + 1, self._rng.randint(limit + 1, limit + 64)]))]
-        if self._rng.random() < 1 / 4:
+        if not self._sizes.exact or self._rng.random() < 1 / 4:
             plans.append(self._sized("oversize", self._rng.choice([2 * limit, self._rng.randint(limit + 65, 2 * limit)])))
         return plans
 
