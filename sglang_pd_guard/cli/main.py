@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from sglang_pd_guard.__about__ import __version__
 
 COMMANDS = {
+    "doctor": "check the SGLang installed here: version, known weaknesses, hook targets, environment",
+    "audit": "compare the running prefill and decode servers with each other",
+    "probe": "attack an endpoint and check every answer for other requests' text",
     "patch": "put the patch series on an SGLang, or take it off",
 }
 

@@ -4,6 +4,9 @@ A test asks for the fixture ``clusters`` and calls it: ``cluster = clusters(vers
 of ``pd_rig.cluster.Cluster``. One cluster runs at a time. It is kept for the next test that asks for the same, so a
 test leaves it idle, or says ``fresh=True`` to get one that no other test has used or will use.
 
+Tests of one version with the mark ``cluster("guarded")`` or ``cluster("unguarded")`` ask for ``clusters(version, guard=True)`` or
+``clusters(version)`` and nothing more; they run one after the other, so that they share it.
+
 A test that asks for the fixture ``version`` and names none runs on the versions of ``CORE``; with the mark ``each``, and
 all of them with ``--full``, on every version that the rig has. The mark ``versions`` narrows that to a range. Tests with the mark
 ``full`` run with ``--full`` only.
@@ -112,17 +115,19 @@ _POOL: pytest.StashKey[ClusterPool] = pytest.StashKey()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what only ``--full`` runs, and group this folder's tests by SGLang version, so that each version's cluster
-    starts once, not once a module.
+    """Leave out what only ``--full`` runs, and group this folder's tests by SGLang version and by the mark ``cluster``, so that a
+    cluster starts once, not once a module.
     """
     if not config.getoption("full"):
         out = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if item not in out]
         config.hook.pytest_deselected(items=out)
 
-    def place(item) -> int:
+    def place(item) -> tuple[int, int]:
         version = item.callspec.params.get("version") if hasattr(item, "callspec") else None
-        return VERSIONS.index(version) if version in VERSIONS else len(VERSIONS)
+        mark = item.get_closest_marker("cluster")
+        kind = ("guarded", None, "unguarded").index(mark.args[0] if mark else None)
+        return VERSIONS.index(version) if version in VERSIONS else len(VERSIONS), kind
 
     ours = [i for i, item in enumerate(items) if _HERE in item.path.parents]
     for i, item in zip(ours, sorted((items[i] for i in ours), key=place), strict=True):
