@@ -130,7 +130,7 @@ class Pool:
         }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
 def test_the_look_agrees_with_a_plain_one(seed, page_size):
     play(seed, Pool(page_size))
