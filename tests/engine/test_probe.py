@@ -68,7 +68,7 @@ def test_a_guarded_pair_is_clean(clusters, version, tmp_path):
     assert status == 0, report["findings"]
     kinds = {row["kind"]: row for row in report["kinds"]}
     assert set(kinds) >= {"victim", "oversize", "edge", "disconnect", "abort", "grammar", "samples", "storm", "room"}
-    assert kinds["oversize"]["refused"] == kinds["oversize"]["sent"] >= 3
+    assert kinds["oversize"]["refused"] == kinds["oversize"]["sent"] >= 1
     assert kinds["victim"]["answered"] == kinds["victim"]["sent"] >= 20
     assert set(report["pages"].values()) == {0}
     clusters.current.wait_idle(SOON)
