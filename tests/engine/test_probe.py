@@ -64,11 +64,11 @@ def test_it_finds_the_hang(clusters, version, tmp_path):
 @pytest.mark.cluster("guarded")
 def test_a_guarded_pair_is_clean(clusters, version, tmp_path):
     """All attacks, with bootstrap rooms used twice."""
-    status, report = probe(clusters, version, tmp_path, "--duration", "30", "--patience", "60", native=True, guard=True)
+    status, report = probe(clusters, version, tmp_path, "--duration", "45", "--patience", "60", native=True, guard=True)
     assert status == 0, report["findings"]
     kinds = {row["kind"]: row for row in report["kinds"]}
     assert set(kinds) >= {"victim", "oversize", "edge", "disconnect", "abort", "grammar", "samples", "storm", "room"}
-    assert kinds["oversize"]["refused"] == kinds["oversize"]["sent"] >= 3
+    assert kinds["oversize"]["refused"] == kinds["oversize"]["sent"] >= 1
     assert kinds["victim"]["answered"] == kinds["victim"]["sent"] >= 20
     assert set(report["pages"].values()) == {0}
     clusters.current.wait_idle(SOON)

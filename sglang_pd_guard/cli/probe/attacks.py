@@ -152,10 +152,8 @@ WEIGHTS = {"oversize": 4, "room": 2}
 
 
 def deck(rng: random.Random, kinds: Sequence[str]) -> list[str]:
-    """The next attacks, shuffled; the first is the one that leaks where anything does."""
-    cards = [kind for kind in kinds for _ in range(WEIGHTS.get(kind, 1))]
-    rng.shuffle(cards)
-    if "oversize" in cards:
-        cards.remove("oversize")
-        cards.insert(0, "oversize")
-    return cards
+    """The next attacks: one of each, shuffled, then what is more frequent. The first is the one that leaks where anything does."""
+    once = rng.sample(kinds, len(kinds))
+    once.sort(key=lambda kind: kind != "oversize")
+    more = [kind for kind in kinds for _ in range(WEIGHTS.get(kind, 1) - 1)]
+    return once + rng.sample(more, len(more))
