@@ -34,6 +34,7 @@ class Ownership:
         self.batch = None
         self.verdict = None
         self.repaired = False
+        self._looked = None
         self._secret = secrets.randbits(64)
         self._uses = 0
 
@@ -67,6 +68,8 @@ class Ownership:
             tokens += max(0, len(req.output_ids) - generated - 1)
         pages = tokens // self.tables.page_size
         if pages:
+            if self._looked is not None:
+                self._looked.wait()
             self.tables.share(self._pages(req, 0, pages), self._content(req, pages), slot_of(req))
 
     def brought(self, req, first: int, count: int) -> None:
@@ -112,6 +115,14 @@ class Ownership:
             torch.distributed.all_reduce(found[0], group=self.group)
         self.verdict = _Verdict(found)
         return found[0] > 0
+
+    def looked(self) -> None:
+        """Tags may have changed on this stream: `share`, on another, waits for that on the device."""
+        import torch
+
+        if self.req_to_token.is_cuda:
+            self._looked = torch.cuda.Event()
+            self._looked.record()
 
     def repair(self, req) -> None:
         """Gives the request's slot its own pages back, so that SGLang frees these and no others.
@@ -312,12 +323,13 @@ def _look(own: Ownership, batch) -> None:
     wrong = own.look(batch.req_pool_indices, batch.seq_lens, longest)
     if not nodes.current().settings.enforcing:
         return
-    # What a reader of others' pages computes goes to the page for padding, not into theirs.
-    if batch.forward_mode.is_decode():
-        batch.out_cache_loc.masked_fill_(wrong, 0)
-    elif batch.extend_seq_lens is not None:
-        tokens = torch.repeat_interleave(wrong, batch.extend_seq_lens, output_size=len(batch.out_cache_loc))
-        batch.out_cache_loc.masked_fill_(tokens, 0)
+    slots, out = batch.req_pool_indices, batch.out_cache_loc
+    if batch.forward_mode.is_extend() and batch.extend_seq_lens is not None:
+        slots, wrong = (torch.repeat_interleave(t, batch.extend_seq_lens, output_size=len(out)) for t in (slots, wrong))
+    # What a reader of others' pages computes goes to the page for padding, not into theirs, and its own are not to be believed.
+    own.tables.spoil(out, slots, wrong)
+    out.masked_fill_(wrong, 0)
+    own.looked()
 
 
 class _Fault:

@@ -142,6 +142,15 @@ class Tables:
         page = torch.where(locations % self.page_size == 0, locations // self.page_size, len(self.tags) - 1)
         self.tags[page] = self.owner[slots] - (0 if written else 1)
 
+    def spoil(self, locations: torch.Tensor, slots: torch.Tensor, wrong: torch.Tensor) -> None:
+        """What a forward pass writes to these token slots for these request slots is not to be read, where `wrong`.
+
+        Pages of their own count as not written from then on, and never take a content tag.
+        """
+        pages, owners = locations // self.page_size, self.owner[slots]
+        mine = wrong & (self.tags[pages] == owners)
+        self.tags[torch.where(mine, pages, len(self.tags) - 1)] = owners - 1
+
     def written(self, pages: torch.Tensor, slot: int) -> None:
         """A transfer has brought these pages, int64 of shape (n,), to the request in `slot`."""
         owner, found = self.owner[slot], self.tags[pages]

@@ -203,6 +203,20 @@ def play(seed: int, pool: Pool) -> list[dict[int, bool]]:
     return looks
 
 
+def test_what_was_computed_from_others_pages_is_never_shared():
+    tables = Tables.for_pool(PAGES, SLOTS, 2, "cpu")
+    slots, content = torch.tensor([0, 0, 1, 1]), torch.tensor([-7])
+    tables.occupy(torch.tensor([0, 1]), torch.tensor([owner_of(0, 1), owner_of(1, 2)]))
+    tables.grant(torch.tensor([2, 3, 4, 5]), slots, written=True)
+    tables.spoil(torch.tensor([2, 3, 4, 5]), slots, torch.tensor([False, False, True, True]))
+    for slot, page in enumerate((1, 2)):
+        tables.share(torch.tensor([page]), content, slot)
+    assert tables.tags[1:3].tolist() == [-7, owner_of(1, 2) - 1]
+    # Nor does a reader that points at another's page spoil it.
+    tables.spoil(torch.tensor([2]), torch.tensor([1]), torch.tensor([True]))
+    assert tables.tags[1] == -7
+
+
 @given(st.lists(st.integers(0, 2**31), min_size=1, max_size=40), st.integers(1, 8), st.data())
 def test_content_tags_name_all_tokens_up_to_the_page(tokens, page_size, data):
     pages = len(tokens) // page_size
