@@ -58,14 +58,14 @@ class Ownership:
         self.tables.grant(locations.long(), slots.long(), written=written)
 
     def extent(self, req, tokens: int) -> None:
-        """`tokens` of the request have pages, and all but those that it generates from here on are in `_written`."""
-        req._pd_guard_extent = tokens, len(req.output_ids)
+        """`tokens` of the request have pages."""
+        req._pd_guard_extent = tokens
 
     def share(self, req, *, finished: bool) -> None:
         """The request offers what it has to the prefix cache."""
-        tokens, generated = getattr(req, "_pd_guard_extent", (0, 0))
-        if finished:
-            tokens += max(0, len(req.output_ids) - generated - 1)
+        tokens = getattr(req, "_pd_guard_extent", 0)
+        if finished and req.output_ids:  # the last one's KV is never computed
+            tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
         pages = tokens // self.tables.page_size
         if pages:
             if self._looked is not None:
@@ -134,7 +134,7 @@ class Ownership:
 
         slot, size = slot_of(req), self.tables.page_size
         owner = self.tables.owner[slot]
-        tokens = getattr(req, "_pd_guard_extent", (0, 0))[0] + len(req.output_ids)
+        tokens = max(getattr(req, "_pd_guard_extent", 0), len(req.origin_input_ids) + len(req.output_ids))
         row = self._pages(req, 0, -(-tokens // size))
         mine = torch.nonzero((self.tables.tags | 1) == owner).flatten()
         mine = mine[(mine > 0) & (mine < len(self.tables.tags) - 1)]
@@ -223,7 +223,7 @@ def restored(result, req, *args, **kwargs) -> None:
     """A retracted request has its KV back from the host."""
     with nodes.current().shield("restored", req):
         own = _tables()
-        own.brought(req, 0, -(-req._pd_guard_extent[0] // own.tables.page_size))
+        own.brought(req, 0, -(-req._pd_guard_extent // own.tables.page_size))
 
 
 def offered(original, req, tree_cache, *args, **kwargs):
@@ -292,11 +292,6 @@ def run_batch(original, scheduler, batch, *args, **kwargs):
     if own is None:
         return original(scheduler, batch, *args, **kwargs)
     own.batch, own.verdict = batch, None
-    if batch.forward_mode.is_prebuilt():  # before decode streams the token that came with the transfer
-        with nodes.current().shield("run_batch") as fault:
-            own.look(batch.req_pool_indices, batch.seq_lens)
-        if fault[0]:
-            own.verdict = _FAULT
     try:
         result = original(scheduler, batch, *args, **kwargs)
     finally:
@@ -304,6 +299,18 @@ def run_batch(original, scheduler, batch, *args, **kwargs):
     if own.verdict is not None:
         result._pd_guard_verdict = own.verdict
     return result
+
+
+def process_prebuilt(original, batch, *args, **kwargs):
+    """decode: looks at what transfers have brought, before SGLang offers it to the prefix cache and sends the first token."""
+    node, own = nodes.current(), _tables()
+    with node.shield("process_prebuilt") as fault:
+        own.look(batch.req_pool_indices, batch.seq_lens)
+        _judge(node, batch, None, own.verdict)
+    if fault[0] and node.settings.enforcing:
+        for req in batch.reqs:
+            _fail(req, nodes.FAULT)
+    return original(batch, *args, **kwargs)
 
 
 def forward(original, runner, forward_batch, *args, **kwargs):
@@ -326,9 +333,8 @@ def _look(own: Ownership, batch) -> None:
     slots, out = batch.req_pool_indices, batch.out_cache_loc
     if batch.forward_mode.is_extend() and batch.extend_seq_lens is not None:
         slots, wrong = (torch.repeat_interleave(t, batch.extend_seq_lens, output_size=len(out)) for t in (slots, wrong))
-    # What a reader of others' pages computes goes to the page for padding, not into theirs, and its own are not to be believed.
-    own.tables.spoil(out, slots, wrong)
-    out.masked_fill_(wrong, 0)
+    # What a reader of others' pages computes does not go into theirs but to the page for padding; in its own, nobody believes it.
+    out.masked_fill_(own.tables.spoil(out, slots, wrong), 0)
     own.looked()
 
 
@@ -345,21 +351,31 @@ _FAULT = _Fault()
 def process_batch_result(original, scheduler, batch, result, *args, **kwargs):
     node = nodes.current()
     verdict = getattr(result, "_pd_guard_verdict", None)
+    ended = []
     if verdict is not None:
         with node.shield("process_batch_result") as fault:
-            _judge(node, batch, result, verdict)
+            ended = _judge(node, batch, result, verdict)
         if fault[0] and node.settings.enforcing:
-            for i, req in enumerate(batch.reqs):
-                _fail(req, result, i, nodes.FAULT)
-    return original(scheduler, batch, result, *args, **kwargs)
+            ended = list(batch.reqs)
+            for i, req in enumerate(ended):
+                _fail(req, nodes.FAULT, result, i)
+    decoding = batch.forward_mode.is_decode()
+    for req in ended if decoding else ():
+        req.return_logprob = req.return_hidden_states = False
+    answer = original(scheduler, batch, result, *args, **kwargs)
+    for req in ended if not decoding else ():  # prefill finds each request's logprobs by those of the ones before it
+        req.return_logprob = req.return_hidden_states = False
+    return answer
 
 
-def _judge(node, batch, result, verdict) -> None:
+def _judge(node, batch, result, verdict) -> list:
+    """The requests that end for what the look has found."""
     from sglang_pd_guard.guards.ownership import rule
 
     found = verdict.read()
     if found is None:
         raise RuntimeError("the look before the forward pass failed")
+    ended = []
     for i, (wrong, page, tag) in enumerate(zip(*found, strict=True)):
         req = batch.reqs[i]
         if not wrong or req.finished() or req.is_retracted or getattr(req, "_pd_guard_stray", False):
@@ -372,22 +388,25 @@ def _judge(node, batch, result, verdict) -> None:
             "ownership", name, req.rid, req.bootstrap_room, HTTPStatus.INTERNAL_SERVER_ERROR.value, enforcing, numbers
         )
         if enforcing:
-            _fail(req, result, i, Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name)))
+            _fail(req, Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name)), result, i)
             node.ownership.repair(req)
+            ended.append(req)
+    return ended
 
 
-def _fail(req, result, i: int, verdict: Verdict) -> None:
-    """Ends the request with its own error, through SGLang's own path; the token of this step is not sent."""
+def _fail(req, verdict: Verdict, result=None, i: int = 0) -> None:
+    """Ends the request with its own error, through SGLang's own path; the token of this step, the `i`-th of `result`, is not sent.
+    Without a result, it is the first, which came with the transfer.
+    """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req._pd_guard_tainted = req.skip_radix_cache_insert = True
     req._pd_guard_verdict = verdict
     req.to_finish = FINISH_ABORT(verdict.message, HTTPStatus(verdict.status))
-    req.return_logprob = req.return_hidden_states = False
     tokens = getattr(result, "next_token_ids", None)
-    if tokens is None:  # the first token, which came with the transfer
+    if result is None:
         req.output_ids[-1] = 0
-    else:
+    elif tokens is not None:
         done = getattr(result, "copy_done", None)
         if done is not None:
             done.synchronize()

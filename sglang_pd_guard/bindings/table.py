@@ -538,7 +538,12 @@ SEAMS: tuple[Seam, ...] = (
             ),
             (
                 "managers.scheduler.Scheduler.run_batch", "run_batch", "both", ("self", "batch", "pp_proxy_tensors"), "0.5.18", None,
-                AROUND, "looks at what a transfer brought before its first token is sent, and ties each look to its batch",
+                AROUND, "ties each look to its batch",
+            ),
+            (
+                "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin.process_prebuilt", "process_prebuilt",
+                "decode", ("self", "future_map"), "0.5.18", None, AROUND,
+                "looks at what a transfer brought before it is offered to the prefix cache and its first token is sent",
             ),
             (
                 "model_executor.model_runner.ModelRunner.forward", "forward", "both",

@@ -12,7 +12,7 @@ Each page of the pool has a 64-bit tag, on the pool's device:
 An owner names one use of one request slot; the next use of the slot has another. A page takes its content tag when its request
 offers it to the prefix cache, in place, and keeps it until it is freed. A reader presents its owner for its own
 pages, and for the prefix that it took from the cache the sum of the content tags of its own tokens: it cannot present a
-prefix that it does not have, and one page freed, given away or swapped since changes the sum.
+prefix that it does not have, and one page freed, given away or replaced since changes the sum.
 
 The tables are tensors of a fixed size: 8 bytes for each page, 20 for each request slot. Every function here queues
 work on the device and waits for nothing.
@@ -122,7 +122,7 @@ class Tables:
         words = {"dtype": torch.int64, "device": device}
         return cls(
             torch.zeros(pages + 2, **words),
-            torch.zeros(slots, **words),
+            torch.ones(slots, **words),  # nobody, and no page has that tag
             torch.zeros(slots, dtype=torch.int32, device=device),
             torch.zeros(slots, **words),
             page_size,
@@ -142,14 +142,16 @@ class Tables:
         page = torch.where(locations % self.page_size == 0, locations // self.page_size, len(self.tags) - 1)
         self.tags[page] = self.owner[slots] - (0 if written else 1)
 
-    def spoil(self, locations: torch.Tensor, slots: torch.Tensor, wrong: torch.Tensor) -> None:
+    def spoil(self, locations: torch.Tensor, slots: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
         """What a forward pass writes to these token slots for these request slots is not to be read, where `wrong`.
 
-        Pages of their own count as not written from then on, and never take a content tag.
+        Pages of their own count as not written from then on, and never take a content tag. Returns which writes, bool of shape
+        (n,), go to pages that are not their own.
         """
         pages, owners = locations // self.page_size, self.owner[slots]
         mine = wrong & (self.tags[pages] == owners)
         self.tags[torch.where(mine, pages, len(self.tags) - 1)] = owners - 1
+        return wrong & ~mine
 
     def written(self, pages: torch.Tensor, slot: int) -> None:
         """A transfer has brought these pages, int64 of shape (n,), to the request in `slot`."""
@@ -190,6 +192,7 @@ class Tables:
         count = -(-longest // self.page_size)
         entries = req_to_token[:, : count * self.page_size : self.page_size].index_select(0, slots)
         pages = torch.div(entries, self.page_size, rounding_mode="floor")
+        pages = torch.where((pages < 0) | (pages > len(self.tags) - 2), 0, pages)  # no page at all is not the reader's
         found = self.tags.index_select(0, pages.flatten()).view(pages.shape)
         place = torch.arange(count, dtype=torch.int32, device=found.device)
         live = place < torch.div(lengths + self.page_size - 1, self.page_size, rounding_mode="floor").unsqueeze(1)

@@ -203,6 +203,17 @@ def play(seed: int, pool: Pool) -> list[dict[int, bool]]:
     return looks
 
 
+@pytest.mark.parametrize("entry", [-1, -64, 2 * (PAGES + 1), 10**6])
+def test_an_entry_outside_the_pool_is_one_readers_fault(entry):
+    tables = Tables.for_pool(PAGES, SLOTS, 2, "cpu")
+    tables.occupy(torch.tensor([0, 1]), torch.tensor([owner_of(0, 1), owner_of(1, 2)]))
+    tables.grant(torch.tensor([2, 3, 4, 5]), torch.tensor([0, 0, 1, 1]), written=True)
+    rows = torch.zeros(SLOTS, 4, dtype=torch.int32)
+    rows[0, :2], rows[1, :2] = torch.tensor([2, 3]), torch.tensor([entry, entry])
+    found = tables.check(rows, torch.tensor([0, 1, 2]), torch.tensor([2, 2, 2]))
+    assert found[0].tolist() == [0, 1, 1]  # and a slot that nobody has may read nothing
+
+
 def test_what_was_computed_from_others_pages_is_never_shared():
     tables = Tables.for_pool(PAGES, SLOTS, 2, "cpu")
     slots, content = torch.tensor([0, 0, 1, 1]), torch.tensor([-7])
@@ -212,8 +223,10 @@ def test_what_was_computed_from_others_pages_is_never_shared():
     for slot, page in enumerate((1, 2)):
         tables.share(torch.tensor([page]), content, slot)
     assert tables.tags[1:3].tolist() == [-7, owner_of(1, 2) - 1]
-    # Nor does a reader that points at another's page spoil it.
-    tables.spoil(torch.tensor([2]), torch.tensor([1]), torch.tensor([True]))
+    # Nor does a reader that points at another's page spoil it: that write goes elsewhere, writes to its own do not.
+    elsewhere = tables.spoil(torch.tensor([2, 4]), torch.tensor([1, 1]), torch.tensor([True, True]))
+    assert elsewhere.tolist() == [True, True]  # its own page is not written any more
+    assert tables.spoil(torch.tensor([2]), torch.tensor([0]), torch.tensor([False])).tolist() == [False]
     assert tables.tags[1] == -7
 
 
