@@ -117,8 +117,8 @@ def test_a_transfer_one_page_short(clusters, version):
     rng = random.Random(5)
     control = cluster.fault_dir / "short_transfer"
     control.write_text("on")
-    for size in (700, 1000):
-        refused(cluster.complete(secret(size, rng), 24), "unwritten")
+    for size, n in ((700, 24), (1000, 24), (640, 1)):  # the last has no forward pass on decode
+        refused(cluster.complete(secret(size, rng), n), "unwritten")
     control.unlink()
     prompt = secret(700, rng)
     exact(cluster.complete(prompt, 24), prompt, 24)
@@ -141,6 +141,26 @@ def test_healthy_traffic_alarms_nobody(clusters, version):
     assert [len(lines(node)) for node in cluster.nodes] == before
     for node in cluster.nodes:
         assert "pd-guard fault" not in node.log_text()
+
+
+@pytest.mark.full
+@VERSIONS
+def test_turns_after_a_retraction(clusters, version):
+    """What a resumed request offers to decode's prefix cache, the conversation's next turn may read."""
+    cluster = clusters(
+        version, guard=True, page_size=1, decode_tokens=3072, env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"},
+        decode_args=["--num-reserved-decode-tokens", "16", "--disaggregation-decode-enable-radix-cache"],
+    )  # fmt: skip
+    rng = random.Random(1)
+    prompts, n = [secret(rng.randrange(90, 110), rng) for _ in range(12)], 260
+    replies = run_concurrently([lambda p=p: cluster.complete(p, n, timeout=120) for p in prompts])
+    for reply, prompt in zip(replies, prompts, strict=True):
+        exact(reply, prompt, n)
+    assert "Retract requests" in cluster.decode.log_text()
+    for prompt in prompts:
+        turn = prompt + echo(prompt, n) + "next turn"
+        exact(cluster.complete(turn, 20, timeout=60), turn, 20)
+    cluster.wait_idle()
 
 
 @pytest.mark.full
