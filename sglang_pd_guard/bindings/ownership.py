@@ -106,7 +106,11 @@ class Ownership:
     # --- the look ---------------------------------------------------------------------------------------------
 
     def look(self, slots, lengths, longest: int | None = None):
-        """Queues the look at what a batch is about to read; the verdict is on its way to the host."""
+        """Queues the look at what a batch is about to read; the verdict is on its way to the host.
+
+        Returns for each reader whether it may not read that, and the place of its first page that is not its own, negative where that
+        is not known.
+        """
         import torch
 
         found = self.tables.check(self.req_to_token, slots, lengths, longest)
@@ -114,7 +118,7 @@ class Ownership:
             found[1].masked_fill_(found[0] == 0, _ELSEWHERE)
             torch.distributed.all_reduce(found[0], group=self.group)
         self.verdict = _Verdict(found)
-        return found[0] > 0
+        return found[0] > 0, found[1]
 
     def looked(self) -> None:
         """Tags may have changed on this stream: `share`, on another, waits for that on the device."""
@@ -327,14 +331,18 @@ def _look(own: Ownership, batch) -> None:
     import torch
 
     longest = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
-    wrong = own.look(batch.req_pool_indices, batch.seq_lens, longest)
+    wrong, first = own.look(batch.req_pool_indices, batch.seq_lens, longest)
     if not nodes.current().settings.enforcing:
         return
     slots, out = batch.req_pool_indices, batch.out_cache_loc
     if batch.forward_mode.is_extend() and batch.extend_seq_lens is not None:
-        slots, wrong = (torch.repeat_interleave(t, batch.extend_seq_lens, output_size=len(out)) for t in (slots, wrong))
-    # What a reader of others' pages computes does not go into theirs but to the page for padding; in its own, nobody believes it.
-    out.masked_fill_(own.tables.spoil(out, slots, wrong), 0)
+        slots, wrong, first = (
+            torch.repeat_interleave(each, batch.extend_seq_lens, output_size=len(out)) for each in (slots, wrong, first)
+        )
+    # A token depends on those before it, so what stands in front of the first page that is not the reader's is right. What goes into
+    # others' pages goes to the page for padding instead.
+    tainted = wrong if batch.positions is None else wrong & (batch.positions // own.tables.page_size >= first)
+    out.masked_fill_(own.tables.spoil(out, slots, wrong, tainted), 0)
     own.looked()
 
 

@@ -142,15 +142,19 @@ class Tables:
         page = torch.where(locations % self.page_size == 0, locations // self.page_size, len(self.tags) - 1)
         self.tags[page] = self.owner[slots] - (0 if written else 1)
 
-    def spoil(self, locations: torch.Tensor, slots: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
-        """What a forward pass writes to these token slots for these request slots is not to be read, where `wrong`.
+    def spoil(
+        self, locations: torch.Tensor, slots: torch.Tensor, wrong: torch.Tensor, tainted: torch.Tensor
+    ) -> torch.Tensor:
+        """A forward pass writes to these token slots for these request slots, some of which read what is not theirs.
 
-        Pages of their own count as not written from then on, and never take a content tag. Returns which writes, bool of shape
-        (n,), go to pages that are not their own.
+        Args:
+            wrong: bool, shape (n,): writes of such a reader. Those to pages that are not its own are returned.
+            tainted: those of them that depend on what is not theirs: their pages count as not written from then on, and never take
+                a content tag.
         """
         pages, owners = locations // self.page_size, self.owner[slots]
-        mine = wrong & (self.tags[pages] == owners)
-        self.tags[torch.where(mine, pages, len(self.tags) - 1)] = owners - 1
+        mine = self.tags[pages] == owners
+        self.tags[torch.where(tainted & mine, pages, len(self.tags) - 1)] = owners - 1
         return wrong & ~mine
 
     def written(self, pages: torch.Tensor, slot: int) -> None:
