@@ -62,8 +62,8 @@ BREAKAGES = {
         "SGLang 0.5.99 is not verified",
     ),
     "what the ownership guard cannot follow": (
-        {"common_args": ["--pp-size", "2"], "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}},
-        "the ownership guard cannot follow --pp-size above 1; leave that out, or add --pd-guard-disable ownership",
+        {"common_args": ["--enable-streaming-session"]},
+        "the ownership guard cannot follow --enable-streaming-session; leave that out, or add --pd-guard-disable ownership",
     ),
     "an unknown guard name": (
         {"guard": ["--pd-guard-disable", "admision"]},
