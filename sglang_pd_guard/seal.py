@@ -8,7 +8,7 @@ exception being noticed:
 - The tripwire (`arm`) lets a scheduler be built only after `verify` found every hook of this node's role in
   place and reachable from the live attribute.
 - The launcher sends the settings by environment as well, so a scheduler that lost them on one way knows by the other.
-- Every refusal is `SystemExit`, which SGLang does not catch; the launcher sees the scheduler die and fails.
+- Every refusal is `SystemExit`, which SGLang does not catch, or the end of the process; the launcher sees the scheduler die and fails.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 _demanded: Settings | None = None
 
 
-def refuse(reason: str) -> NoReturn:
-    """Ends this process with one line that says why, exit status 1."""
+def refuse(reason: str, *, built: bool = False) -> NoReturn:
+    """Ends this process with one line that says why, exit status 1.
+
+    Args:
+        built: SGLang's scheduler is there already, whose threads would keep the process alive.
+    """
     line = " ".join(f"pd-guard: refusing to start: {reason}".split())
+    if built:
+        print(line, file=sys.stderr, flush=True)
+        os._exit(1)
     # A multiprocessing child prints the text of a SystemExit itself; the launcher's might be lost in SGLang's own.
     raise SystemExit(line)
 

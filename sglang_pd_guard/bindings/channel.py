@@ -25,9 +25,10 @@ def get_init_info(result: dict, scheduler) -> dict:
         try:
             checksum.buffers(scheduler)
         except TypeError as error:
-            seal.refuse(str(error))
+            seal.refuse(str(error), built=True)
     if "ownership" in node.guards and (found := ownership.unsupported(scheduler)):
-        seal.refuse(f"the ownership guard cannot follow {', '.join(found)}; leave that out, or add --pd-guard-disable ownership")
+        what = f"the ownership guard cannot follow {', '.join(found)}; leave that out, or add --pd-guard-disable ownership"
+        seal.refuse(what, built=True)
     return {**result, ATTESTATION: __version__}
 
 
