@@ -68,7 +68,7 @@ def python(folder: Path, version: str, *words: str, **env: str) -> subprocess.Co
     return subprocess.run([rig_python(), *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("version", ALL)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_series_own_tests(patched, version):
     folder = patched(version)
     run = python(folder, version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "sglang/test/disaggregation")
@@ -76,7 +76,7 @@ def test_the_series_own_tests(patched, version):
     assert "skipped" not in run.stdout
 
 
-@pytest.mark.parametrize("version", ALL)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_git_am_makes_the_same_of_the_published_wheel(version, tmp_path):
     """On the very commit that the series names."""
     if reason := why_missing(version):

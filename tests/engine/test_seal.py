@@ -15,7 +15,7 @@ DOOR = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
 PREFILL = "sglang.srt.disaggregation.prefill"
 
 
-BOTH = pytest.mark.parametrize("release", ["0.5.19", "0.5.23"], indirect=True)
+BOTH = pytest.mark.parametrize("release", [pytest.param("0.5.19", marks=pytest.mark.full), "0.5.23"], indirect=True)
 
 
 @pytest.fixture(params=["0.5.23"])
