@@ -7,6 +7,8 @@ not of the same words.
 
 from __future__ import annotations
 
+from sglang_pd_guard.bindings.node import slot_of
+
 _MASK = (1 << 63) - 1
 _COLUMN, _ROW, _BUFFER = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _TOKENS = 4096  # at a time, so that the copy that is summed stays small
@@ -28,8 +30,7 @@ def buffers(scheduler) -> list:
 
 def of_request(scheduler, req, begin: int, end: int) -> int:
     """The checksum, from 1 to 2**63 - 1, of the KV of the request's tokens `begin` to `end`."""
-    row = req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
-    return of_slots(buffers(scheduler), scheduler.req_to_token_pool.req_to_token[row, begin:end])
+    return of_slots(buffers(scheduler), scheduler.req_to_token_pool.req_to_token[slot_of(req), begin:end])
 
 
 def of_slots(tensors: list, slots) -> int:

@@ -508,6 +508,11 @@ def _drains(manager, settings: Settings) -> bool:
     return bool(held) and any_failure
 
 
+def slot_of(req) -> int | None:
+    """The request's slot in SGLang's map of KV pages; None while it has none."""
+    return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
+
+
 def prompt_of(req):
     """The token ids that both nodes know alike: those that stand for images are hashes of each node's own features."""
     return req.origin_input_ids if req.multimodal_inputs is None else req.origin_input_ids_unpadded

@@ -7,6 +7,7 @@ import secrets
 from http import HTTPStatus
 
 from sglang_pd_guard.bindings import node as nodes
+from sglang_pd_guard.bindings.node import slot_of
 from sglang_pd_guard.guards.admission import Verdict
 
 #: What a look gives in place of a page: the reader's prefix is at fault; it is another rank that found something.
@@ -40,26 +41,20 @@ class Ownership:
 
     # --- who owns what ----------------------------------------------------------------------------------------
 
-    def occupy(self, reqs: list) -> None:
-        """These requests have new request slots."""
-
+    def occupy(self, prefixes: list[tuple]) -> None:
+        """These requests have new request slots; each is given with the tokens that it takes from the prefix cache."""
         from sglang_pd_guard.guards.ownership import owner_of
 
-        slots = [slot_of(req) for req in reqs]
+        slots = [slot_of(req) for req, _ in prefixes]
         owners = [owner_of(slot, self._uses + n) for n, slot in enumerate(slots, 1)]
         self._uses += len(slots)
         self.tables.occupy(self._tensor(slots), self._tensor(owners))
-        for req in reqs:
-            prefix = getattr(req, "_pd_guard_borrowed", 0)
+        for req, prefix in prefixes:
             if prefix:
                 self.tables.borrow(self._content(req, prefix // self.tables.page_size), slot_of(req))
 
     def grant(self, locations, slots, *, written: bool) -> None:
         self.tables.grant(locations.long(), slots.long(), written=written)
-
-    def extent(self, req, tokens: int) -> None:
-        """`tokens` of the request have pages."""
-        req._pd_guard_extent = tokens
 
     def share(self, req, *, finished: bool) -> None:
         """The request offers what it has to the prefix cache."""
@@ -95,7 +90,9 @@ class Ownership:
             what = repr([getattr(req, name, None) for name in ("extra_key", "cache_salt", "lora_id")])
             seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest())
             req._pd_guard_content = Content(self.tables.page_size, self._secret, seed)
-        tags = req._pd_guard_content.tags(req.origin_input_ids + req.output_ids, pages)
+        within_prompt = pages * self.tables.page_size <= len(req.origin_input_ids)
+        tokens = req.origin_input_ids if within_prompt else req.origin_input_ids + req.output_ids
+        tags = req._pd_guard_content.tags(tokens, pages)
         return torch.from_numpy(tags).to(self.req_to_token.device, non_blocking=True)
 
     def _tensor(self, numbers: list[int]):
@@ -177,10 +174,6 @@ class _Verdict:
 # --- pages change hands -------------------------------------------------------------------------------------------
 
 
-def slot_of(req) -> int | None:
-    return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
-
-
 def _tables() -> Ownership | None:
     node = nodes.current()
     if node.ownership is None and node.scheduler is not None:
@@ -188,8 +181,14 @@ def _tables() -> Ownership | None:
     return node.ownership
 
 
+def _of(allocator) -> Ownership | None:
+    """The tags of this allocator's pages; None where it has none, or none yet."""
+    own = nodes.current().ownership
+    return own if own is not None and own.allocator is allocator else None
+
+
 def alloc_for_extend(original, batch):
-    fresh = [req for req in batch.reqs if slot_of(req) is None]
+    fresh = [slot_of(req) is None for req in batch.reqs]
     result = original(batch)
     with nodes.current().shield("alloc_for_extend"):
         import torch
@@ -197,9 +196,8 @@ def alloc_for_extend(original, batch):
         own = _tables()
         out, slots = result[0], result[1]
         for req, prefix, more in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-            own.extent(req, prefix + more)
-            req._pd_guard_borrowed = prefix
-        own.occupy(fresh)
+            req._pd_guard_extent = prefix + more  # tokens that have pages
+        own.occupy([(req, prefix) for req, prefix, new in zip(batch.reqs, batch.prefix_lens, fresh, strict=True) if new])
         counts = torch.tensor(batch.extend_lens, dtype=torch.int64).to(out.device, non_blocking=True)
         own.grant(out, torch.repeat_interleave(slots, counts, output_size=len(out)), written=True)
     return result
@@ -216,9 +214,9 @@ def pre_alloc(original, queue, req, prefix_indices=None, prefix_len=None, *args,
         import torch
 
         own = _tables()
-        req._pd_guard_borrowed = prefix_len or 0
-        own.extent(req, (prefix_len or 0) + len(result))
-        own.occupy([req])
+        prefix = prefix_len or 0
+        req._pd_guard_extent = prefix + len(result)
+        own.occupy([(req, prefix)])
         own.grant(result, torch.full_like(result, slot_of(req), dtype=torch.int64), written=False)
     return result
 
@@ -236,19 +234,12 @@ def offered(original, req, tree_cache, *args, **kwargs):
 
 
 def release_kv_cache(original, req, tree_cache, *args, **kwargs):
-    keeps = args[0] if args else kwargs.get("is_insert", kwargs.get("checkpoint", True))
+    keeps = "checkpoint" if "checkpoint" in kwargs else "is_insert"  # from 0.5.22 on it has to be named
     if getattr(req, "_pd_guard_tainted", False):
-        args = ()
-        kwargs = {name: False for name in ("checkpoint", "is_insert") if name in kwargs} or {_keeps(original): False}
-    elif keeps and slot_of(req) is not None:
+        return original(req, tree_cache, **{keeps: False})
+    if (args[0] if args else kwargs.get(keeps, True)) and slot_of(req) is not None:
         _offer(req, tree_cache, finished=True)
     return original(req, tree_cache, *args, **kwargs)
-
-
-def _keeps(release) -> str:
-    import inspect
-
-    return "checkpoint" if "checkpoint" in inspect.signature(release).parameters else "is_insert"
 
 
 def _offer(req, tree_cache, *, finished: bool) -> None:
@@ -264,27 +255,27 @@ def _shares(tree_cache) -> bool:
 
 
 def release_page_ids(original, allocator, *pages):
-    own = nodes.current().ownership
-    if own is not None and allocator is own.allocator:
+    own = _of(allocator)
+    if own is not None:
         with nodes.current().shield("release_page_ids"):
             pages = tuple(own.free(some) for some in pages)
     return original(allocator, *pages)
 
 
 def free_tokens(original, allocator, free_index):
-    own = nodes.current().ownership
-    grouped = getattr(allocator, "is_not_in_free_group", None) is False or (
-        not hasattr(allocator, "is_not_in_free_group") and allocator.free_group is not None
-    )
-    if own is not None and allocator is own.allocator and not grouped:
+    own = _of(allocator)
+    if hasattr(allocator, "is_not_in_free_group"):
+        grouped = not allocator.is_not_in_free_group
+    else:
+        grouped = allocator.free_group is not None
+    if own is not None and not grouped:
         with nodes.current().shield("free_tokens"):
             free_index = own.free(free_index)
     return original(allocator, free_index)
 
 
 def cleared(result, allocator) -> None:
-    own = nodes.current().ownership
-    if own is not None and allocator is own.allocator:
+    if _of(allocator) is not None:
         nodes.current().ownership = None  # made anew with the next request; the pool may have another size by then
 
 
@@ -350,7 +341,7 @@ class _Fault:
     """The guard could not look: nobody in the batch is believed."""
 
     def read(self):
-        return None
+        raise RuntimeError("the look before the forward pass failed")
 
 
 _FAULT = _Fault()
@@ -367,36 +358,35 @@ def process_batch_result(original, scheduler, batch, result, *args, **kwargs):
             ended = list(batch.reqs)
             for i, req in enumerate(ended):
                 _fail(req, nodes.FAULT, result, i)
-    decoding = batch.forward_mode.is_decode()
-    for req in ended if decoding else ():
-        req.return_logprob = req.return_hidden_states = False
+    if batch.forward_mode.is_decode():  # prefill finds each request's logprobs by those of the ones before it
+        _silence(ended)
     answer = original(scheduler, batch, result, *args, **kwargs)
-    for req in ended if not decoding else ():  # prefill finds each request's logprobs by those of the ones before it
-        req.return_logprob = req.return_hidden_states = False
+    _silence(ended)
     return answer
 
 
-def _judge(node, batch, result, verdict) -> list:
+def _silence(reqs: list) -> None:
+    for req in reqs:
+        req.return_logprob = req.return_hidden_states = False
+
+
+def _judge(node, batch, result, look) -> list:
     """The requests that end for what the look has found."""
     from sglang_pd_guard.guards.ownership import rule
 
-    found = verdict.read()
-    if found is None:
-        raise RuntimeError("the look before the forward pass failed")
     ended = []
-    for i, (wrong, page, tag) in enumerate(zip(*found, strict=True)):
+    for i, (wrong, page, tag) in enumerate(zip(*look.read(), strict=True)):
         req = batch.reqs[i]
         if not wrong or req.finished() or req.is_retracted or getattr(req, "_pd_guard_stray", False):
             continue  # of an ended request, overlapping passes still read pages that it has given back
         req._pd_guard_stray = True
         name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank"}.get(page) or rule(tag, int(node.ownership.tables.owner[slot_of(req)]))
-        enforcing = node.settings.enforcing
+        verdict = Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name))
         numbers = f" page={page} of={-(-len(req.origin_input_ids + req.output_ids) // node.ownership.tables.page_size)}"
-        node.telemetry.refused(
-            "ownership", name, req.rid, req.bootstrap_room, HTTPStatus.INTERNAL_SERVER_ERROR.value, enforcing, numbers
-        )
+        enforcing = node.settings.enforcing
+        node.telemetry.refused("ownership", name, req.rid, req.bootstrap_room, verdict.status, enforcing, numbers)
         if enforcing:
-            _fail(req, Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name)), result, i)
+            _fail(req, verdict, result, i)
             node.ownership.repair(req)
             ended.append(req)
     return ended

@@ -578,7 +578,7 @@ SEAMS: tuple[Seam, ...] = (
 
 def seams(
     version: str,
-    process: str,
+    process: str | None,
     role: str | None = None,
     disable: frozenset[str] = frozenset(),
     patches: frozenset[str] = frozenset(),
@@ -586,6 +586,7 @@ def seams(
     """The seams of one process on one version.
 
     Args:
+        process: None takes all.
         role: ``prefill`` or ``decode``; None takes both.
         disable: guards to leave out.
         patches: that this SGLang carries.
@@ -593,7 +594,7 @@ def seams(
     return [
         seam
         for seam in SEAMS
-        if seam.process == process
+        if process in (None, seam.process)
         and seam.applies(version, patches)
         and (role is None or seam.role in ("both", role))
         and not seam.guards <= disable
