@@ -238,5 +238,5 @@ def test_logs_name_the_event_and_never_the_prompt(cluster):
         assert any(" bound version=" in line for line in events)
         assert not any("XYZZY" in line for line in events)
     refused = [line for line in cluster.prefills[0].log_text().splitlines() if "pd-guard refused" in line]
-    assert all("guard=admission" in line and "rid=" in line and "room=" in line for line in refused)
-    assert refused
+    assert all("rid=" in line and "room=" in line for line in refused)
+    assert any("guard=admission" in line for line in refused)

@@ -65,7 +65,10 @@ def slow_write() -> None:
 
 @fault
 def wrong_bytes() -> None:
-    """Let the second half of each block of a large write arrive as its first half. Control file: ``MIN_BYTES``, smaller writes are right."""
+    """Let each block of a large write arrive four bytes late. Control file: ``MIN_BYTES``, smaller writes are right.
+
+    Whole pages in another order would not do: a key carries its position, so attention reads the same from them.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def batch_transfer_sync(original, self, session_id, buffers, peer_buffer_addresses, lengths, *args, **kwargs):
@@ -73,7 +76,7 @@ def wrong_bytes() -> None:
         words = control("wrong_bytes")
         if words and sum(lengths) >= int(words[0]):
             for source, target, length in zip(buffers, peer_buffer_addresses, lengths, strict=True):
-                original(self, session_id, [source], [target + length // 2], [length // 2], *args, **kwargs)
+                original(self, session_id, [source], [target + 4], [length - 4], *args, **kwargs)
         return result
 
     HookRegistry.register(_WRITE, batch_transfer_sync, HookType.AROUND)
