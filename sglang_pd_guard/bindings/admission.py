@@ -242,10 +242,16 @@ def sender_abort(original, sender):
 
 def retire_aborted_result(original, scheduler, req):
     node = nodes.current()
-    if guarded_room(req) is not None:
+    if guarded_room(req) is None:
+        return original(scheduler, req)
+    if node.settings.runs("admission"):
         with node.shield("retire_aborted_result", req):
             node.refused(req, verdict_of(req) or FAULT, "forward")
-    return original(scheduler, req)
+    retired = original(scheduler, req)
+    if retired and node.settings.runs("room"):
+        with node.shield("retire_aborted_result", req):
+            node.abandon(req)
+    return retired
 
 
 def send_kv_chunk(original, scheduler, req, *args, **kwargs):

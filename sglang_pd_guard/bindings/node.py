@@ -61,6 +61,19 @@ class _Recent:
         return self._items.get(endpoint)
 
 
+def on_all_ranks(flags: list[bool], *groups) -> list[bool]:
+    """Each flag only where all ranks of the groups have it. Every rank passes flags of the same length."""
+    import torch
+    from torch import distributed
+
+    if not any(group is not None and distributed.get_world_size(group) > 1 for group in groups):
+        return flags
+    agreed = torch.tensor(flags, dtype=torch.uint8)
+    for group in groups:
+        distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN, group=group)
+    return agreed.bool().tolist()
+
+
 class Node:
     """One rank of a prefill or decode node.
 
@@ -102,6 +115,8 @@ class Node:
         self._named: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         self._live_lock = threading.Lock()
+        #: prefill: senders of requests that SGLang has released without clearing them.
+        self.abandoned: list = []
         self.guarded_peers = _Recent()
         self._outbox: Outbox | None = None
         self._client: BootstrapClient | None = None
@@ -201,6 +216,15 @@ class Node:
         if owner_too and self.live(room) is not None:
             self.fail_live(room, clash)
 
+    def abandon(self, req) -> None:
+        """prefill: SGLang has released this request, and leaves its sender, and so its room, as it is."""
+        sender = getattr(req, "disagg_kv_sender", None)
+        if sender is None or not self.settings.enforcing:
+            return
+        if getattr(sender, "conclude_state", None) is None:
+            sender.abort()  # tells decode
+        self.abandoned.append(sender)
+
     def live(self, room: int):
         """The sender or receiver of the request that lives in `room`, or None."""
         with self._live_lock:
@@ -273,8 +297,13 @@ class Node:
         """prefill: tells every decode rank that asks or will ask for `room`.
 
         Args:
-            sender: of the refused request; None where it never had one.
+            sender: of the refused request; None where it never had one. Its first verdict counts: whoever asks after that
+                asks for the next request in this room.
         """
+        if getattr(sender, "_pd_guard_refused", False):
+            return
+        if sender is not None:
+            sender._pd_guard_refused = True
         in_flight = sender is not None and handed_over(sender)
         for endpoint, nonce in self.admissions.refuse(room, verdict, admitted=sender is not None):
             peer = self.guarded_peers.get(endpoint)

@@ -416,7 +416,10 @@ def unsupported(scheduler) -> list[str]:
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
+    from sglang_pd_guard.bindings.binder import effective_version
+
     args, allocator = scheduler.server_args, scheduler.token_to_kv_pool_allocator
+    no_threshold = 0 if effective_version(nodes.current().settings) == "0.5.21" else 1  # 0.5.22 turned its meaning round
     found = {
         f"the KV allocator {type(allocator).__name__}": type(allocator) not in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator),
         "--speculative-algorithm": args.speculative_algorithm is not None,
@@ -429,7 +432,8 @@ def unsupported(scheduler) -> list[str]:
         "--enable-streaming-session": args.enable_streaming_session,
         "--enable-hisparse": args.enable_hisparse,
         "--dllm-algorithm": args.dllm_algorithm is not None,
-        "--disaggregation-decode-host-receive-threshold": getattr(args, "disaggregation_decode_host_receive_threshold", 1) < 1,
+        "--disaggregation-decode-host-receive-threshold": getattr(args, "disaggregation_decode_host_receive_threshold", no_threshold)
+        != no_threshold,
         "a KV pool sharded over ranks": getattr(scheduler, "kv_shard_widening", 1) > 1 or args.dcp_size > 1,
         "a model with recurrent state": isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool),
     }

@@ -13,7 +13,7 @@ import time
 
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.admission import guarded_room
-from sglang_pd_guard.bindings.node import Node, rank_endpoint, verdict_of
+from sglang_pd_guard.bindings.node import Node, on_all_ranks, rank_endpoint, verdict_of
 from sglang_pd_guard.guards.admission import Endpoint, Verdict
 from sglang_pd_guard.guards.release import batches
 from sglang_pd_guard.guards.wire import Drain, encode
@@ -23,19 +23,6 @@ _ASK_EVERY_S = 1.0
 
 #: Said on prefill, where nobody waits for an answer as a rule, to a request that decode has given up.
 GIVEN_UP = Verdict(500, "The decode node has given this request up.")
-
-
-def _all(flags: list[bool], *groups) -> list[bool]:
-    """Each flag only where all ranks of the groups have it. Every rank passes flags of the same length."""
-    import torch
-    from torch import distributed
-
-    if not any(group is not None and distributed.get_world_size(group) > 1 for group in groups):
-        return flags
-    agreed = torch.tensor(flags, dtype=torch.uint8)
-    for group in groups:
-        distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN, group=group)
-    return agreed.bool().tolist()
 
 
 def _answer(scheduler, req, reason: str) -> None:
@@ -71,7 +58,7 @@ def transfer_polls(original, queue, *args, **kwargs):
             is_free, is_calm = _hold(node, entry)
         free.append(is_free)
         calm.append(is_calm)
-    agreed = iter(_all(free + calm, queue.gloo_group))
+    agreed = iter(on_all_ranks(free + calm, queue.gloo_group))
     for i in failed:
         if next(agreed):
             receiver = queue.queue[i].kv_receiver
@@ -181,7 +168,7 @@ def sender_polls(original, pollers, *groups, **kwargs):
     if not failed or node.role != "prefill" or not node.settings.enforcing:
         return polls
     returned = [node.writes.returned(getattr(pollers[i], "_pd_guard_request", None)) for i in failed]
-    held = [i for i, done in zip(failed, _all(returned, *groups, *kwargs.values()), strict=True) if not done]
+    held = [i for i, done in zip(failed, on_all_ranks(returned, *groups, *kwargs.values()), strict=True) if not done]
     waiting = {id(req.disagg_kv_sender): req for req in node.scheduler.disagg_prefill_inflight_queue} if held else {}
     for i in held:
         polls[i] = int(KVPoll.Transferring)

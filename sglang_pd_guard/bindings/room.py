@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from sglang_pd_guard.bindings import node as nodes
+from sglang_pd_guard.bindings.admission import guarded_room
+from sglang_pd_guard.bindings.node import on_all_ranks
 
 
 def sender_cleared(result, sender) -> None:
@@ -12,6 +16,46 @@ def sender_cleared(result, sender) -> None:
     use = getattr(sender, "_pd_guard_use", None)
     if use is not None:
         nodes.current().admissions.ended(sender.bootstrap_room, use)
+
+
+def waiting_aborted(original, scheduler, *args, **kwargs):
+    """prefill. What SGLang takes out of its waiting queue otherwise than into a batch, it forgets."""
+    waiting = list(scheduler.waiting_queue)
+    result = original(scheduler, *args, **kwargs)
+    if len(waiting) != len(scheduler.waiting_queue):
+        node = nodes.current()
+        left = set(map(id, scheduler.waiting_queue))
+        for req in waiting:
+            if id(req) not in left and guarded_room(req) is not None:
+                with node.shield("waiting_aborted", req):
+                    node.abandon(req)
+    return result
+
+
+def chunked_aborted(original, scheduler) -> None:
+    """prefill. So it does with a request that it ends between two chunks."""
+    req = scheduler.chunked_req
+    original(scheduler)
+    if req is not None and scheduler.chunked_req is None and guarded_room(req) is not None:
+        node = nodes.current()
+        with node.shield("chunked_aborted", req):
+            node.abandon(req)
+
+
+def step(result, scheduler, *args, **kwargs) -> None:
+    """prefill, once a step, alike on all ranks: clears what SGLang has forgotten once its last write has returned."""
+    node = nodes.current()
+    if not node.abandoned:
+        return
+    returned = [node.writes.returned(getattr(sender, "_pd_guard_request", None)) for sender in node.abandoned]
+    groups = (getattr(scheduler, name, None) for name in ("attn_cp_cpu_group", "attn_tp_cpu_group"))
+    abandoned, node.abandoned = node.abandoned, []
+    for sender, done in zip(abandoned, on_all_ranks(returned, *groups), strict=True):
+        if not done:
+            node.abandoned.append(sender)
+        elif not getattr(sender, "_pd_guard_ended", False):
+            with contextlib.suppress(Exception):  # SGLang's own way to clear a failed sender, and to drop the reason
+                sender.failure_exception()
 
 
 def ensure_abort_notified(original, receiver, *args, **kwargs) -> None:

@@ -7,8 +7,8 @@ test leaves it idle, or says ``fresh=True`` to get one that no other test has us
 Tests of one version with the mark ``cluster("guarded")`` or ``cluster("unguarded")`` ask for ``clusters(version, guard=True)`` or
 ``clusters(version)`` and nothing more; they run one after the other, so that they share it.
 
-A test that asks for the fixture ``version`` and names none runs on the versions of ``CORE``, with the mark ``each`` on those of ``EACH``;
-all of them run with ``--full`` on every version that the rig has. The mark ``versions`` narrows that to a range. Tests with the mark
+A test that asks for the fixture ``version`` and names none runs on the versions of ``CORE``, with the mark ``each`` on those of ``EACH``,
+with ``every`` on every version that the rig has, as all of them do with ``--full``. The mark ``versions`` narrows that to a range. Tests with the mark
 ``full`` run with ``--full`` only.
 """
 
@@ -28,7 +28,7 @@ _HERE = Path(__file__).parent
 #: The oldest that is supported and the newest.
 CORE = ("0.5.12.post1", "0.5.23")
 #: Those between which SGLang changed what the guard stops.
-EACH = ("0.5.12.post1", "0.5.18", "0.5.19", "0.5.20", "0.5.23")
+EACH = ("0.5.12.post1", "0.5.18", "0.5.19", "0.5.23")
 
 
 def pytest_addoption(parser):
@@ -89,7 +89,8 @@ def clusters(_cluster_pool):
 def pytest_generate_tests(metafunc):
     named = any("version" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
     if "version" in metafunc.fixturenames and not named:
-        some = EACH if metafunc.definition.get_closest_marker("each") else CORE
+        marks = {mark.name for mark in metafunc.definition.iter_markers()}
+        some = VERSIONS if "every" in marks else EACH if "each" in marks else CORE
         span = metafunc.definition.get_closest_marker("versions")
         first, last = map(VERSIONS.index, span.args if span else (VERSIONS[0], VERSIONS[-1]))
         params = [v for v in versions() if (metafunc.config.getoption("full") or v in some) and first <= VERSIONS.index(v) <= last]

@@ -65,7 +65,7 @@ def test_attacks_are_refused_and_leak_nothing(cluster, version):
     cluster.wait_idle()
 
 
-@pytest.mark.each
+@pytest.mark.every
 def test_healthy_traffic_is_exact(cluster):
     assert healthy(cluster, 200) == []
     cluster.wait_idle()

@@ -181,3 +181,36 @@ def test_the_audit_finds_a_lost_slot_and_its_return(cluster):
             assert owned(node)["pages"] == owned(node)["request_slots"] == owned(node)["rooms"] == 0
     log = cluster.decode.log_text()
     assert "idle node owns pages=0 request_slots=0 metadata_slots=2 rooms=0" in log
+
+
+@pytest.mark.versions("0.5.18", "0.5.23")
+def test_requests_that_prefill_aborts_leave_no_room(clusters, version):
+    """While it computes chunks of them, and before: both nodes own nothing when idle, and the room numbers can be used again."""
+    cluster = clusters(version, guard=True, overlap=True, common_args=["--chunked-prefill-size", "128"])
+    rng = random.Random(5)
+    rooms = [rng.getrandbits(62) for _ in range(12)]
+    replies = []
+
+    def ask(rid: int) -> None:
+        replies.append(cluster.pair(secret(3900, rng), 8, room=rooms[rid], rid=f"gone-{rid}", timeout=30)[1])
+
+    for first in range(0, len(rooms), 2):  # two at a time: the second waits for the first
+        threads = [threading.Thread(target=ask, args=(rid,)) for rid in (first, first + 1)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.25 + 0.02 * first)
+        for rid in (first, first + 1):
+            cluster.prefills[0].post("/abort_request", {"rid": f"gone-{rid}"})
+        for thread in threads:
+            thread.join()
+    assert sum(reply.status != 200 for reply in replies) >= 4, replies
+    assert all(reply.status is not None and reply.seconds < SOON for reply in replies), replies
+    cluster.wait_idle()
+    time.sleep(4)
+    for node in cluster.nodes:
+        assert not any(owned(node).values()), owned(node)
+    for room in rooms:
+        prompt = secret(200, rng)
+        for reply in cluster.pair(prompt, 4, room=room, timeout=15):
+            assert reply.status == 200, reply
+        assert reply.text == echo(prompt, 4)
