@@ -221,9 +221,9 @@ class Node:
         sender = getattr(req, "disagg_kv_sender", None)
         if sender is None or not self.settings.enforcing:
             return
+        self.abandoned.append(sender)  # first: the list must be alike on all ranks, whatever `abort` does
         if getattr(sender, "conclude_state", None) is None:
             sender.abort()  # tells decode
-        self.abandoned.append(sender)
 
     def live(self, room: int):
         """The sender or receiver of the request that lives in `room`, or None."""

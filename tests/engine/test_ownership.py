@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 ALONE = ["--pd-guard-disable", "admission,receipt,room,release,capacity,audit"]
 FAULTS = {"PD_RIG_FAULT": "stray_page,short_transfer"}
 REFUSED = "Refused by the PD guard: a KV page of this request is not its own (rule {})."
-OLDER = [pytest.param(version, marks=pytest.mark.full) for version in ("0.5.18", "0.5.20")]
+OLDER = [pytest.param(version, marks=pytest.mark.full) for version in ("0.5.18", "0.5.20", "0.5.21", "0.5.22")]
 VERSIONS = pytest.mark.parametrize("version", [*OLDER, "0.5.23"], indirect=True)
 
 
