@@ -17,15 +17,15 @@ ENVIRONMENT = {
     "SGLANG_PD_GUARD_PEER": "require",
     "SGLANG_PD_GUARD_ALLOW_CAPACITY_MISMATCH": "1",
 }
+SERVE = {"entry": ("-c", "from sglang.cli.main import main; main()", "serve")}
 full = pytest.mark.full
 VARIANTS = [
     pytest.param("0.5.19", SMALL_CHUNKS, id="overlap-small-chunks", marks=full),
     pytest.param("0.5.23", SMALL_CHUNKS, id="overlap-small-chunks"),
     pytest.param("0.5.19", {"common_args": ["--chunked-prefill-size", "-1"]}, id="no-chunks", marks=full),
     pytest.param("0.5.19", OPTIMISTIC, id="optimistic", marks=full),
-    pytest.param("0.5.23", OPTIMISTIC, id="optimistic"),
+    pytest.param("0.5.23", OPTIMISTIC | SERVE, id="optimistic-sglang-serve"),
     pytest.param("0.5.20", {"common_args": ["--disable-radix-cache"]}, id="no-prefix-cache", marks=full),
-    pytest.param("0.5.22", {"entry": ("-c", "from sglang.cli.main import main; main()", "serve")}, id="sglang-serve"),
     pytest.param("0.5.23", {"guard": False, "env": ENVIRONMENT}, id="environment"),
 ]
 
