@@ -234,7 +234,7 @@ def sender_abort(original, sender):
     node = nodes.current()
     with node.shield("sender_abort", room=sender.bootstrap_room):
         room = sender.bootstrap_room
-        # prepare_abort and retire_aborted_result know the reason and were faster, or will repeat it.
+        # Where prepare_abort or retire_aborted_result was faster, they knew the reason.
         if node.settings.enforcing and node.admissions.refused(room) is None and node.live(room) is sender:
             node.refuse_room(room, Verdict(500, "The request was aborted on the prefill node."), sender)
     return original(sender)
@@ -249,8 +249,7 @@ def retire_aborted_result(original, scheduler, req):
             node.refused(req, verdict_of(req) or FAULT, "forward")
     retired = original(scheduler, req)
     if retired and node.settings.runs("room"):
-        with node.shield("retire_aborted_result", req):
-            node.abandon(req)
+        node.abandon(req)
     return retired
 
 

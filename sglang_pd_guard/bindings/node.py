@@ -223,7 +223,8 @@ class Node:
             return
         self.abandoned.append(sender)  # first: the list must be alike on all ranks, whatever `abort` does
         if getattr(sender, "conclude_state", None) is None:
-            sender.abort()  # tells decode
+            with self.shield("abandon", req):
+                sender.abort()  # tells decode
 
     def live(self, room: int):
         """The sender or receiver of the request that lives in `room`, or None."""
@@ -405,6 +406,10 @@ class Node:
         if sender is not None:
             sender._pd_guard_request = key
         return key
+
+    def returned(self, senders: list, *groups) -> list[bool]:
+        """prefill: of each sender, whether no write of its request is queued or under way on any rank of the groups."""
+        return on_all_ranks([self.writes.returned(getattr(sender, "_pd_guard_request", None)) for sender in senders], *groups)
 
     def drain_asked(self, message: Drain) -> None:
         with self._drain_lock:

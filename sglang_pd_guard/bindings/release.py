@@ -167,8 +167,8 @@ def sender_polls(original, pollers, *groups, **kwargs):
     failed = [i for i, poll in enumerate(polls) if poll == int(KVPoll.Failed)]
     if not failed or node.role != "prefill" or not node.settings.enforcing:
         return polls
-    returned = [node.writes.returned(getattr(pollers[i], "_pd_guard_request", None)) for i in failed]
-    held = [i for i, done in zip(failed, on_all_ranks(returned, *groups, *kwargs.values()), strict=True) if not done]
+    returned = node.returned([pollers[i] for i in failed], *groups, *kwargs.values())
+    held = [i for i, done in zip(failed, returned, strict=True) if not done]
     waiting = {id(req.disagg_kv_sender): req for req in node.scheduler.disagg_prefill_inflight_queue} if held else {}
     for i in held:
         polls[i] = int(KVPoll.Transferring)

@@ -6,7 +6,6 @@ import contextlib
 
 from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.admission import guarded_room
-from sglang_pd_guard.bindings.node import on_all_ranks
 
 
 def sender_cleared(result, sender) -> None:
@@ -27,8 +26,7 @@ def waiting_aborted(original, scheduler, *args, **kwargs):
         left = set(map(id, scheduler.waiting_queue))
         for req in waiting:
             if id(req) not in left and guarded_room(req) is not None:
-                with node.shield("waiting_aborted", req):
-                    node.abandon(req)
+                node.abandon(req)
     return result
 
 
@@ -37,9 +35,7 @@ def chunked_aborted(original, scheduler) -> None:
     req = scheduler.chunked_req
     original(scheduler)
     if req is not None and scheduler.chunked_req is None and guarded_room(req) is not None:
-        node = nodes.current()
-        with node.shield("chunked_aborted", req):
-            node.abandon(req)
+        nodes.current().abandon(req)
 
 
 def step(result, scheduler, *args, **kwargs) -> None:
@@ -47,10 +43,9 @@ def step(result, scheduler, *args, **kwargs) -> None:
     node = nodes.current()
     if not node.abandoned:
         return
-    returned = [node.writes.returned(getattr(sender, "_pd_guard_request", None)) for sender in node.abandoned]
     groups = (getattr(scheduler, name, None) for name in ("attn_cp_cpu_group", "attn_tp_cpu_group"))
     abandoned, node.abandoned = node.abandoned, []
-    for sender, done in zip(abandoned, on_all_ranks(returned, *groups), strict=True):
+    for sender, done in zip(abandoned, node.returned(abandoned, *groups), strict=True):
         if not done:
             node.abandoned.append(sender)
         elif not getattr(sender, "_pd_guard_ended", False):
