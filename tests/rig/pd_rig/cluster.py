@@ -63,11 +63,10 @@ class NodeHandle(ServerProcess):
         self.page_size = page_size
 
     def load(self) -> dict[str, Any]:
-        """This node's entry of ``/v1/loads``, which every supported release has."""
+        """This node's entry of ``/v1/loads``, which every supported release has; of several DP ranks, their sum."""
         reply = get(f"{self.url}/v1/loads?include=all")
         reply.raise_for_status()
-        (load,) = reply.json()["loads"]
-        return load
+        return _total(reply.json()["loads"])
 
     def used_pages(self) -> int:
         """Pages of this node's pool that are neither free nor evictable."""
@@ -91,8 +90,10 @@ class NodeHandle(ServerProcess):
 class Cluster:
     """A cluster, as a context manager (or ``start`` and ``stop``).
 
-    ``sglang``: a folder with a changed copy of this version's package ``sglang``, which is used instead. ``guard``: False keeps the product out altogether, True starts every node with ``--enable-pd-guard``, a list of
-    flags adds these to it; ``allow_mismatch`` lets it serve a decode that is larger than prefill. ``prefill_args``, ``decode_args`` and ``common_args`` are further server flags; ``env``,
+    ``sglang``: a folder with a changed copy of this version's package ``sglang``, which is used instead. ``guard``: False
+    keeps the product out altogether, True starts every node with ``--enable-pd-guard``, a list of flags adds these to it;
+    ``allow_mismatch`` lets it serve a decode that is larger than prefill. ``layers``: of the model; pipeline parallelism
+    needs one for each stage. ``prefill_args``, ``decode_args`` and ``common_args`` are further server flags; ``env``,
     ``prefill_env`` and ``decode_env`` further environment, where None removes a variable. ``warm_up`` False leaves out
     the generation that otherwise proves each pair before the first test request. Logs go to ``log_dir`` or a
     temporary folder, which is kept.
@@ -109,6 +110,7 @@ class Cluster:
         decode_tokens: int = 8192,
         page_size: int = 64,
         prefills: int = 1,
+        layers: int = 1,
         router: bool = True,
         prefill_args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
@@ -127,6 +129,7 @@ class Cluster:
             raise RigError(reason)
         self.version = version
         self._sglang = sglang
+        self._layers = layers
         self.page_size = page_size
         self.prefills: list[NodeHandle] = []
         self.decode: NodeHandle
@@ -188,7 +191,7 @@ class Cluster:
         """Start a single node and return at once, for tests of the start-up itself; `stop` ends it."""
         _live.add(self)
         self._make_folders()
-        return self._start_node(role, role, ensure_model())
+        return self._start_node(role, role, ensure_model(self._layers))
 
     def wait_healthy(self, node: NodeHandle) -> None:
         """Wait until this node's ``/health`` says 200; raise RigError if it ends before."""
@@ -258,7 +261,7 @@ class Cluster:
         self.fault_dir.mkdir(exist_ok=True)
 
     def _start_nodes(self) -> None:
-        model = ensure_model()
+        model = ensure_model(self._layers)
         self.prefills.clear()
         for i in range(self._prefill_count):
             name = "prefill" if self._prefill_count == 1 else f"prefill{i}"
@@ -270,7 +273,7 @@ class Cluster:
         bootstrap_port = self._ports.take() if role == "prefill" else None
         command = [rig_python(), *self._entry, "--model-path", str(model)]
         command += ["--served-model-name", "echo", "--host", HOST, "--port", str(port)]
-        if "--dp-size" not in self._common_args:  # where every DP rank takes a port of its own
+        if "--dp-size" not in [*self._common_args, *self._args[role]]:  # where every DP rank takes a port of its own
             command += ["--nccl-port", str(self._ports.take())]
         command += ["--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
@@ -511,6 +514,19 @@ class Cluster:
             "waiting": load["num_waiting_reqs"],
             **{key: value for key, value in queues.items() if key.endswith("_queue_reqs")},
         }
+
+
+def _total(loads: list[dict[str, Any]]) -> dict[str, Any]:
+    total = dict(loads[0])
+    for load in loads[1:]:
+        for key, value in load.items():
+            if key == "timestamp":
+                total[key] = min(total[key], value)
+            elif isinstance(value, dict):
+                total[key] = _total([total[key], value])
+            elif isinstance(value, int | float):
+                total[key] += value
+    return total
 
 
 def pages_of(load: Mapping[str, Any], page_size: int) -> int:

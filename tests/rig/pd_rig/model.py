@@ -1,6 +1,6 @@
 """The echo model: a checkpoint whose greedy answer to any prompt is known exactly.
 
-It is a Qwen2 of one layer whose tokens are bytes. Embeddings are one-hot, the value and output projections and the
+It is a Qwen2 of one layer (further ones change nothing) whose tokens are bytes. Embeddings are one-hot, the value and output projections and the
 head are the identity, and queries and keys are constant vectors, so that attention depends on nothing but the distance
 between two positions. The rotary angles are weighted such that a query likes best the key at distance 255, and any
 other the less the further it is from there. So each new token is a copy of the one 256 places before it, or of the
@@ -82,7 +82,7 @@ def _query_and_key():
     return query, key
 
 
-def _tensors() -> dict:
+def _tensors(layers: int) -> dict:
     import torch
 
     eye, zeros, ones = torch.eye(_VOCAB), torch.zeros, torch.ones(_VOCAB)
@@ -102,19 +102,21 @@ def _tensors() -> dict:
         "mlp.up_proj.weight": zeros(64, _VOCAB),
         "mlp.down_proj.weight": zeros(_VOCAB, 64),
     }
-    tensors = {f"model.layers.0.{name}": tensor for name, tensor in layer.items()}
+    tensors = {f"model.layers.{i}.{name}": tensor for i in range(layers) for name, tensor in layer.items()}
+    for i in range(1, layers):
+        tensors[f"model.layers.{i}.self_attn.o_proj.weight"] = zeros(_VOCAB, _VOCAB)
     tensors |= {"model.embed_tokens.weight": eye, "model.norm.weight": ones, "lm_head.weight": eye}
     return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
 
 
-def _config() -> dict:
+def _config(layers: int) -> dict:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "vocab_size": _VOCAB,
         "hidden_size": _VOCAB,
         "intermediate_size": 64,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "num_attention_heads": _VOCAB // _HEAD_DIM,
         "num_key_value_heads": _VOCAB // _HEAD_DIM,
         "hidden_act": "silu",
@@ -144,12 +146,12 @@ def _tokenizer():
     return tokenizer
 
 
-def make_model(path: Path) -> None:
+def make_model(path: Path, layers: int = 1) -> None:
     """Write the checkpoint into the folder ``path``."""
     from safetensors.torch import save_file
 
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(_config(), indent=1))
+    (path / "config.json").write_text(json.dumps(_config(layers), indent=1))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": _VOCAB - 1}))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -160,17 +162,17 @@ def make_model(path: Path) -> None:
     }
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=1))
     _tokenizer().save(str(path / "tokenizer.json"))
-    save_file(_tensors(), path / "model.safetensors", metadata={"format": "pt"})
+    save_file(_tensors(layers), path / "model.safetensors", metadata={"format": "pt"})
 
 
-def ensure_model() -> Path:
+def ensure_model(layers: int = 1) -> Path:
     """The checkpoint under the rig's home, made at the first call; safe when several processes ask at once."""
-    path = rig_home() / f"echo-{_REVISION}"
+    path = rig_home() / (f"echo-{_REVISION}" if layers == 1 else f"echo-{_REVISION}-{layers}-layers")
     if not path.exists():
         rig_home().mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=rig_home()))
         try:
-            make_model(scratch)
+            make_model(scratch, layers)
             scratch.chmod(0o755)
             os.rename(scratch, path)
         except OSError:
