@@ -4,7 +4,7 @@
 # With --ownership: what the look at a batch's pages costs by itself; see scripts/bench_ownership.py.
 #
 #   scripts/bench.sh [--version V] [--rounds N] [--flags "FLAG ..."]
-#   scripts/bench.sh --batch [--version V] [--rounds N] [--mib M]
+#   scripts/bench.sh --batch [--version V] [--rounds N] [--mib M] [--wire W]
 #   scripts/bench.sh --ownership [--device cpu|cuda] [--rounds N]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

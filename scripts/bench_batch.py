@@ -1,8 +1,9 @@
 """What the limit on one write brings and costs: two guarded pairs, one without a limit, measured by turns in one run.
 
-    scripts/bench.sh --batch [--version V] [--rounds N] [--mib M]
+    scripts/bench.sh --batch [--version V] [--rounds N] [--mib M] [--wire W]
 
-Each turn sends prompts of 16,000 tokens (64 MiB of KV on the rig) that prefill has cached: some are answered, for the throughput, and some are aborted at random moments, for the time that decode holds their pages.
+Each turn sends prompts of 8,000 tokens (31 MiB of KV on the rig) that prefill has cached, over a wire that carries --wire MiB/s at most:
+some are answered, for the throughput, and some are aborted at random moments, for the time that decode holds their pages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pd_rig.cluster import Cluster, RigError
 from pd_rig.model import echo
 from pd_rig.traffic import secret
 
-PROMPT, ANSWERS, ABORTS = 16000, 10, 20
+PROMPT, ANSWERS, ABORTS = 8000, 6, 20
 
 
 def holds(cluster: Cluster) -> tuple[float, float]:
@@ -54,7 +55,8 @@ def measure(cluster: Cluster, prompt: str, rng: random.Random) -> dict[str, floa
     return {"throughput": ANSWERS / seconds, "abort to release": (total - held) / (after - count)}
 
 
-def turn(cluster: Cluster, prompt: str, rng: random.Random) -> dict[str, float]:
+def turn(cluster: Cluster, prompt: str, rng: random.Random, wire: float) -> dict[str, float]:
+    (cluster.fault_dir / "slow_wire").write_text(str(wire))
     with awake(cluster):
         cluster.complete(prompt, 2, timeout=300)  # not measured; the first one fills prefill's cache
         return measure(cluster, prompt, rng)
@@ -65,6 +67,7 @@ def main() -> int:
     parser.add_argument("--version", default="0.5.23")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--mib", type=int, default=4)
+    parser.add_argument("--wire", type=float, default=32)
     args = parser.parse_args()
     rng = random.Random(0)
     prompt = secret(PROMPT, rng)
@@ -72,10 +75,13 @@ def main() -> int:
 
     def one_round(whole: Cluster, cut: Cluster) -> None:
         for name, cluster in (("whole", whole), ("cut", cut)):
-            for what, value in turn(cluster, prompt, rng).items():
+            for what, value in turn(cluster, prompt, rng, args.wire).items():
                 found.setdefault(what, {"whole": [], "cut": []})[name].append(value)
 
-    pair = {"prefill_tokens": 20480, "decode_tokens": 20480, "common_args": ["--chunked-prefill-size", "-1"]}
+    pair = {
+        "prefill_tokens": 10240, "decode_tokens": 10240, "common_args": ["--chunked-prefill-size", "-1"],
+        "env": {"PD_RIG_FAULT": "slow_wire"},
+    }  # fmt: skip
     limits = [{"guard": ["--pd-guard-max-batch-mib", str(mib)]} for mib in (0, args.mib)]
     if status := by_turns(args, pair, *limits, one_round):
         return status

@@ -22,9 +22,10 @@ def _owned(node: nodes.Node, scheduler) -> dict[str, int]:
     stats = getattr(scheduler, "pool_stats_observer", scheduler).get_pool_stats()
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     slots = scheduler.req_to_metadata_buffer_idx_allocator
+    rooms = getattr(node.manager, "request_status", None)  # with pipeline parallelism, from 0.5.22 on, a store without a length
     return {
         "pages": -(-stats.get_kv_token_stats()[0] // page_size),
         "request_slots": scheduler.req_to_token_pool.size - scheduler.req_to_token_pool.available_size(),
         "metadata_slots": slots.size - slots.available_size(),
-        "rooms": max(node.occupied_rooms(), len(getattr(node.manager, "request_status", ()))),
+        "rooms": max(node.occupied_rooms(), len(rooms) if isinstance(rooms, dict) else 0),
     }

@@ -125,6 +125,15 @@ class Ownership:
             self._looked = torch.cuda.Event()
             self._looked.record()
 
+    def evidence(self, req, first: int) -> str:
+        """For the log: the request's pages, its owner tag and, from its page `first` on, up to 16 that have another (place:page:tag)."""
+        owner = int(self.tables.owner[slot_of(req)])
+        row = self._pages(req, 0, -(-len(req.origin_input_ids + req.output_ids) // self.tables.page_size))
+        tags = self.tables.tags[row.clamp(0, len(self.tables.tags) - 1)].tolist()
+        others = [i for i in range(first, len(tags)) if tags[i] != owner][:16]
+        found = ",".join(f"{i}:{int(row[i])}:{tags[i]:x}" for i in others)
+        return f" of={len(tags)} owner={owner:x} found={found or '-'}"
+
     def repair(self, req) -> None:
         """Gives the request's slot its own pages back, so that SGLang frees these and no others.
 
@@ -382,7 +391,7 @@ def _judge(node, batch, result, look) -> list:
         req._pd_guard_stray = True
         name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank"}.get(page) or rule(tag, int(node.ownership.tables.owner[slot_of(req)]))
         verdict = Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name))
-        numbers = f" page={page} of={-(-len(req.origin_input_ids + req.output_ids) // node.ownership.tables.page_size)}"
+        numbers = f" page={page}{node.ownership.evidence(req, max(page, 0))}"
         enforcing = node.settings.enforcing
         node.telemetry.refused("ownership", name, req.rid, req.bootstrap_room, verdict.status, enforcing, numbers)
         if enforcing:

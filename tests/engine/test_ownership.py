@@ -50,7 +50,10 @@ def test_the_incident(clusters, version):
     cluster.wait_idle()
     assert len(lines(cluster.decode)) == len(campaign.refusals)
     for line in lines(cluster.decode):
-        assert re.search(r"rule=unwritten role=decode rid=\S+ room=\d+ status=500 page=1 of=\d+$", line), line
+        found = re.search(r"rule=unwritten role=decode rid=\S+ room=\d+ status=500 page=1 of=\d+ owner=([0-9a-f]+) found=1:\d+:([0-9a-f]+)", line)
+        assert found, line
+        owner, tag = (int(word, 16) for word in found.groups())
+        assert tag == owner - 1  # its own, and not written
     assert not cluster.prefills[0].log_text().count("pd-guard fault")
 
 
@@ -109,6 +112,29 @@ def test_a_page_that_two_requests_own(clusters, version):
         else:
             refused(reply, "foreign")
     assert sorted(reply.status for reply in replies) == [200, 500], replies
+
+
+@VERSIONS
+def test_a_page_that_is_lent_anew_too_early(clusters, version):
+    """A running request's page is freed, and the next request's transfer is to go there: the former is ended, the latter right."""
+    cluster = on(clusters, version)
+    rng = random.Random(10)
+    running, late = secret(300, rng), secret(300, rng)
+    control = cluster.fault_dir / "stray_page"
+
+    def next_one():
+        while not cluster.decode.load()["num_running_reqs"]:
+            time.sleep(0.05)
+        control.write_text("relent")
+        return cluster.complete(late, 300, timeout=60)
+
+    replies = run_concurrently([lambda: cluster.complete(running, 900, timeout=60), next_one])
+    control.unlink()
+    refused(replies[0], "foreign")
+    exact(replies[1], late, 300)
+    cluster.wait_idle()
+    assert "stray_page: relent" in cluster.decode.log_text()
+    exact(cluster.complete(running, 40), running, 40)
 
 
 @VERSIONS

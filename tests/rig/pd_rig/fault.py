@@ -64,6 +64,29 @@ def slow_write() -> None:
 
 
 @fault
+def slow_wire() -> None:
+    """Write no faster than a wire would, below whatever hooks the engine. Control file: ``MIB_PER_SECOND``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    class Wire:
+        def __init__(self, engine):
+            self._engine = engine
+
+        def __getattr__(self, name):
+            return getattr(self._engine, name)
+
+        def batch_transfer_sync_write(self, session_id, buffers, peer_buffer_addresses, lengths):
+            if words := control("slow_wire"):
+                time.sleep(sum(lengths) / 2**20 / float(words[0]))
+            return self._engine.batch_transfer_sync_write(session_id, buffers, peer_buffer_addresses, lengths)
+
+    def initialize(result, engine, *args, **kwargs):
+        engine.engine = Wire(engine.engine)
+
+    HookRegistry.register(_WRITE.replace("batch_transfer_sync", "initialize"), initialize, HookType.AFTER)
+
+
+@fault
 def wrong_bytes() -> None:
     """Let each block of a large write arrive four bytes late. Control file: ``MIN_BYTES``, smaller writes are right.
 
@@ -186,7 +209,7 @@ def stray_page() -> None:
     """Corrupt, once for each time that the control file appears, who owns a page that a running request is about to look at.
 
     Control file: ``row`` (its row of SGLang's map points at the same page of another request), ``freed`` (the page is freed
-    under it) or ``twice`` (the next two requests are given one page).
+    under it), ``relent`` (and given to the next request) or ``twice`` (the next two requests are given one page).
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -224,6 +247,17 @@ def stray_page() -> None:
             allocator.free_pages = torch.cat([allocator.free_pages[:1], allocator.free_pages])
             state["done"] = True
             logger.warning("stray_page: twice")
+        if word("relent") and (running := queue.scheduler.running_batch.reqs):
+            allocator, slot = queue.token_to_kv_pool_allocator, getattr(running[0], "req_pool_idx", None)
+            size, row = allocator.page_size, queue.req_to_token_pool.req_to_token[running[0].kv.req_pool_idx if slot is None else slot]
+            page = row[size : 2 * size].long()
+            allocator.free(page)
+            for name in ("free_pages", "release_pages"):
+                pages = getattr(allocator, name)
+                setattr(allocator, name, pages[pages != page[0] // size])
+            allocator.free_pages = torch.cat([page[:1] // size, allocator.free_pages])
+            state["done"] = True
+            logger.warning("stray_page: relent of rid=%s", running[0].rid)
         return original(queue, req, *args, **kwargs)
 
     HookRegistry.register("sglang.srt.mem_cache.allocation.alloc_for_decode", alloc_for_decode, HookType.AFTER)
