@@ -40,6 +40,7 @@ class Settings:
         allow_capacity_mismatch: serve a decode that admits prompts prefill cannot hold; a warning remains.
         max_batch_mib: MiB that prefill writes in one go, before it looks whether decode has given the request up; 0: no limit.
         checksum: prefill states a checksum of the KV it transfers, and decode compares it with its own.
+        check_plan: compare also the token slots that the flashinfer backend has planned to read.
         max_quarantined: share of decode's KV pages, 0 to 1, beyond which quarantined ones end admission.
 
     Raises:
@@ -54,6 +55,7 @@ class Settings:
     max_quarantined: float = 0.25
     max_batch_mib: int = 64
     checksum: bool = False
+    check_plan: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -76,6 +78,11 @@ class Settings:
         """Whether this guard is bound; what belongs to no guard (``core``) always is."""
         return guard not in self.disable
 
+    @property
+    def unbound(self) -> frozenset[str]:
+        """What of the table of seams is left out."""
+        return self.disable if self.check_plan and self.runs("ownership") else self.disable | {"plan"}
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Settings | None:
         """The settings that ``SGLANG_PD_GUARD*`` ask for, or None where they ask for nothing."""
@@ -88,6 +95,7 @@ class Settings:
             allow_unverified=_boolean(env, f"{ENV}_ALLOW_UNVERIFIED"),
             allow_capacity_mismatch=_boolean(env, f"{ENV}_ALLOW_CAPACITY_MISMATCH"),
             checksum=_boolean(env, f"{ENV}_CHECKSUM"),
+            check_plan=_boolean(env, f"{ENV}_CHECK_PLAN"),
             max_quarantined=_number(env, f"{ENV}_MAX_QUARANTINED", cls.max_quarantined),
             max_batch_mib=_number(env, f"{ENV}_MAX_BATCH_MIB", cls.max_batch_mib),
         )
@@ -102,6 +110,7 @@ class Settings:
             f"{ENV}_ALLOW_UNVERIFIED": "1" if self.allow_unverified else "0",
             f"{ENV}_ALLOW_CAPACITY_MISMATCH": "1" if self.allow_capacity_mismatch else "0",
             f"{ENV}_CHECKSUM": "1" if self.checksum else "0",
+            f"{ENV}_CHECK_PLAN": "1" if self.check_plan else "0",
             f"{ENV}_MAX_QUARANTINED": repr(self.max_quarantined),
             f"{ENV}_MAX_BATCH_MIB": repr(self.max_batch_mib),
         }
@@ -125,6 +134,7 @@ class Settings:
                 ("allow_unverified", args.pd_guard_allow_unverified or None),
                 ("allow_capacity_mismatch", args.pd_guard_allow_capacity_mismatch or None),
                 ("checksum", args.pd_guard_checksum or None),
+                ("check_plan", args.pd_guard_check_plan or None),
                 ("max_quarantined", args.pd_guard_max_quarantined),
                 ("max_batch_mib", args.pd_guard_max_batch_mib),
             )
@@ -201,6 +211,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Compare a checksum of each transferred KV on decode before its first read. On both nodes or on none; needs the same "
         "--tp-size on both.",
+    )
+    group.add_argument(
+        "--pd-guard-check-plan",
+        action="store_true",
+        help="With --attention-backend flashinfer: compare also each token slot that it has planned to read with the reader's own. "
+        "Not run on a GPU yet.",
     )
     group.add_argument(
         "--pd-guard-max-quarantined",

@@ -46,7 +46,7 @@ def bind(process: str, settings: Settings | None) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     version = effective_version(settings)
-    disable = settings.disable if settings else frozenset()
+    disable = settings.unbound if settings else frozenset()
     here = table.seams(version, process, disable=disable, patches=_patches(process))
     todo = [seam for seam in here if seam.target not in _bound]
     resolved = []
@@ -66,7 +66,7 @@ def bind(process: str, settings: Settings | None) -> None:
 def missing(process: str, settings: Settings, role: str | None = None) -> list[str]:
     """Targets of this process that are not live now."""
     version = effective_version(settings)
-    here = table.seams(version, process, role, settings.disable, _patches(process))
+    here = table.seams(version, process, role, settings.unbound, _patches(process))
     return [s.target for s in here if not _live(s)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import secrets
 from http import HTTPStatus
 
@@ -10,8 +11,9 @@ from sglang_pd_guard.bindings import node as nodes
 from sglang_pd_guard.bindings.node import slot_of
 from sglang_pd_guard.guards.admission import Verdict
 
-#: What a look gives in place of a page: the reader's prefix is at fault; it is another rank that found something.
-_PREFIX, _ELSEWHERE = -1, -2
+#: What a look gives in place of a page: the reader's prefix is at fault; it is another rank that found something; its pages are right,
+#: but not what the backend has planned to read.
+_PREFIX, _ELSEWHERE, _PLAN = -1, -2, -3
 _WORDS = (
     "Refused by the PD guard: a KV page of this request is not its own (rule {rule}). Nothing that was computed from it was sent. "
     "Please retry; if it recurs, report the server log."
@@ -33,6 +35,7 @@ class Ownership:
         )
         self.group = scheduler.attn_tp_group.device_group if scheduler.attn_tp_group.world_size > 1 else None
         self.batch = None
+        self.forward_batch = None
         self.verdict = None
         self.repaired = False
         self._looked = None
@@ -166,6 +169,7 @@ class _Verdict:
     def __init__(self, found):
         import torch
 
+        self.planned = None
         if found.is_cuda:
             self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             self._host.copy_(found, non_blocking=True)
@@ -177,7 +181,12 @@ class _Verdict:
     def read(self) -> list[list[int]]:
         if self._event is not None:
             self._event.synchronize()
-        return self._host.tolist()
+        found = self._host.tolist()
+        if self.planned is not None:
+            for i, wrong in enumerate(self.planned.read()):
+                if wrong and not found[0][i]:
+                    found[0][i], found[1][i] = 1, _PLAN
+        return found
 
 
 # --- pages change hands -------------------------------------------------------------------------------------------
@@ -319,19 +328,32 @@ def process_prebuilt(original, batch, *args, **kwargs):
 
 def forward(original, runner, forward_batch, *args, **kwargs):
     own = nodes.current().ownership
-    if own is not None and own.batch is not None and len(forward_batch.req_pool_indices):
-        with nodes.current().shield("forward") as fault:
-            _look(own, forward_batch)
-        if fault[0]:
-            own.verdict = _FAULT
-    return original(runner, forward_batch, *args, **kwargs)
+    if own is None or own.batch is None or not len(forward_batch.req_pool_indices):
+        return original(runner, forward_batch, *args, **kwargs)
+    with nodes.current().shield("forward") as fault:
+        _look(own, forward_batch)
+    if fault[0]:
+        own.verdict = _FAULT
+    own.forward_batch = forward_batch
+    try:
+        return original(runner, forward_batch, *args, **kwargs)
+    finally:
+        own.forward_batch = None
 
 
 def _look(own: Ownership, batch) -> None:
+    longest = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
+    _spoil(own, batch, *own.look(batch.req_pool_indices, batch.seq_lens, longest))
+
+
+def _spoil(own: Ownership, batch, wrong, first) -> None:
+    """What a reader of others' pages writes goes nowhere but into its own pages, and what depends on the former is nobody's to read.
+
+    Args:
+        wrong, first: for each reader, as `Ownership.look` returns them.
+    """
     import torch
 
-    longest = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
-    wrong, first = own.look(batch.req_pool_indices, batch.seq_lens, longest)
     if not nodes.current().settings.enforcing:
         return
     slots, out = batch.req_pool_indices, batch.out_cache_loc
@@ -344,6 +366,35 @@ def _look(own: Ownership, batch) -> None:
     tainted = wrong if batch.positions is None else wrong & (batch.positions // own.tables.page_size >= first)
     out.masked_fill_(own.tables.spoil(out, slots, wrong, tainted), 0)
     own.looked()
+
+
+def planned(original, updater, *args, **kwargs):
+    """flashinfer, ahead of its kernels: looks at the token slots that it has planned to read."""
+    result = original(updater, *args, **kwargs)
+    own = nodes.current().ownership
+    if own is not None and own.forward_batch is not None and own.verdict is not _FAULT:
+        with nodes.current().shield("planned") as fault:
+            _look_at_plan(own, inspect.signature(original).bind(updater, *args, **kwargs).arguments)
+        if fault[0]:
+            own.verdict = _FAULT
+    return result
+
+
+def _look_at_plan(own: Ownership, plan: dict) -> None:
+    import torch
+
+    if any(plan.get(name) is not None for name in ("kv_start_idx", "spec_info", "custom_kv_indices")):
+        return  # windows, cross attention, drafts and KV unpacked elsewhere: what is read does not begin with the reader's first token
+    wrapper = plan["wrapper"] if "wrapper" in plan else plan["wrapper_paged"]
+    slots = plan["req_pool_indices"] if "req_pool_indices" in plan else plan["kv_view"].row_ids
+    tokens, lengths, total = wrapper._paged_kv_indices_buf, plan["paged_kernel_lens"], plan["paged_kernel_lens_sum"]
+    wrong = own.tables.check_planned(tokens, slots, lengths, total)
+    batch = own.forward_batch
+    wrong = torch.isin(batch.req_pool_indices, torch.where(wrong, slots[: len(wrong)], -1)).long()  # a graph's batch is padded
+    if own.group is not None:
+        torch.distributed.all_reduce(wrong, group=own.group)
+    own.verdict.planned = _Verdict(wrong)
+    _spoil(own, batch, wrong > 0, torch.zeros_like(wrong))
 
 
 class _Fault:
@@ -389,7 +440,7 @@ def _judge(node, batch, result, look) -> list:
         if not wrong or req.finished() or req.is_retracted or getattr(req, "_pd_guard_stray", False):
             continue  # of an ended request, overlapping passes still read pages that it has given back
         req._pd_guard_stray = True
-        name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank"}.get(page) or rule(tag, int(node.ownership.tables.owner[slot_of(req)]))
+        name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank", _PLAN: "plan"}.get(page) or rule(tag, int(node.ownership.tables.owner[slot_of(req)]))
         verdict = Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name))
         numbers = f" page={page}{node.ownership.evidence(req, max(page, 0))}"
         enforcing = node.settings.enforcing
@@ -433,6 +484,8 @@ def unsupported(scheduler) -> list[str]:
         f"the KV allocator {type(allocator).__name__}": type(allocator) not in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator),
         "--speculative-algorithm": args.speculative_algorithm is not None,
         "--pp-size above 1": args.pp_size > 1,
+        "--pd-guard-check-plan without --attention-backend flashinfer": nodes.current().settings.check_plan
+        and "flashinfer" not in (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend),
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,

@@ -100,6 +100,21 @@ _PREFILL = _SRT + "disaggregation.prefill."
 _DECODE = _SRT + "disaggregation.decode."
 _CONN = _SRT + "disaggregation.common.conn."
 
+_PLAN_LENGTHS = ("paged_kernel_lens", "paged_kernel_lens_sum")
+_PLAN_REST = (
+    *_PLAN_LENGTHS, "kv_indptr", "kv_start_idx", "spec_info", "seq_lens_cpu", "use_sliding_window_kv_pool", "fixed_split_size",
+    "disable_split_kv",
+)  # fmt: skip
+_PLAN_DECODE = {
+    "0.5.18": ("self", "wrapper", "req_pool_indices", *_PLAN_REST),
+    "0.5.19": ("self", "wrapper", *_PLAN_REST),
+}
+_PLAN_PREFILL = (
+    "self", "wrapper_ragged", "wrapper_paged", "req_pool_indices", *_PLAN_LENGTHS, "seq_lens", "prefix_lens", "kv_start_idx",
+    "kv_indptr", "qo_indptr", "use_ragged", "spec_info", "use_sliding_window_kv_pool", "fixed_split_size", "multi_item_params",
+    "cross_attention_custom_mask", "seq_lens_cpu", "custom_kv_indices", "window_left",
+)  # fmt: skip
+
 SEAMS: tuple[Seam, ...] = (
     # --- the command line -----------------------------------------------------------------------------------
     Seam(
@@ -617,6 +632,22 @@ SEAMS: tuple[Seam, ...] = (
                 "0.5.18", None, AROUND, "reads the verdict before a token of that step can leave",
             ),
         )
+    ),
+    # --- the schedulers: the plan of an attention backend, with --pd-guard-check-plan ---------------------------
+    *(
+        Seam(
+            target=_SRT + f"layers.attention.flashinfer_backend.FlashInferIndicesUpdater{phase}.call_begin_forward",
+            hook="ownership:planned",
+            process="scheduler",
+            role="both",
+            guard="plan",
+            signature=signature,
+            since="0.5.18",
+            why="compares the token slots that flashinfer is about to read with what the reader may read",
+            upstream="#24578, #34208",
+            retire="with the ownership guard",
+        )
+        for phase, signature in (("Decode", _PLAN_DECODE), ("Prefill", _PLAN_PREFILL))
     ),
     # --- the schedulers: audit ------------------------------------------------------------------------------
     Seam(

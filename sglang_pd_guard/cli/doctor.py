@@ -81,7 +81,7 @@ def examine(source: Source | None, env: Mapping[str, str], points: Mapping[str, 
             "--pd-guard-allow-unverified"
         )
     seams = version if promise else table.nearest(version)
-    targets = [_target(seam, source, seams) for seam in table.seams(seams, None, disable=settings.disable)]
+    targets = [_target(seam, source, seams) for seam in table.seams(seams, None, disable=settings.unbound)]
     problems += [f"{target.target}: {target.problem}" for target in targets if target.problem]
     return Report(
         guard=__version__,

@@ -210,6 +210,38 @@ class Tables:
         seen = found.gather(1, first.unsqueeze(1)).squeeze(1)
         return torch.stack([(any_wrong | swapped).long(), torch.where(any_wrong, first, -1), seen])
 
+    def check_planned(self, tokens: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+        """The same for a backend that plans which token slots it reads: compares each of them, not only each page's first.
+
+        Args:
+            tokens: int, shape (total or more,): the token slots that the readers read from their first token on, one reader after
+                the other.
+            slots: int, shape (batch or more,): as for `check`.
+            lengths: int, shape (batch,): tokens that each reads, which may be less than its prefix.
+            total: the sum of `lengths`, or more.
+
+        Returns:
+            bool, shape (batch,): where a reader may not read what is planned for it.
+        """
+        slots, lengths, size = slots[: len(lengths)].long(), lengths.long(), self.page_size
+        ends, place = lengths.cumsum(0), torch.arange(min(total, len(tokens)), device=tokens.device)
+        reader = torch.searchsorted(ends, place, right=True)
+        live = reader < len(slots)
+        reader = reader.clamp(max=len(slots) - 1)
+        place = place - (ends - lengths)[reader]
+        tokens = tokens[: len(place)].long()
+        pages = torch.div(tokens, size, rounding_mode="floor")
+        pages = torch.where((pages < 0) | (pages > len(self.tags) - 2), 0, pages)
+        found, within = self.tags[pages], place < self.prefix[slots].long()[reader] * size
+        begins = place % size == 0
+        page_of_first = pages[torch.arange(len(pages), device=pages.device) - torch.where(live, place % size, 0)]
+        torn = (tokens % size != place % size) | (pages != page_of_first)
+        wrong = live & (torn | (~within & (found != self.owner[slots][reader])))
+        sums = torch.zeros_like(ends).index_add_(0, reader, torch.where(live & within & begins, found, 0))
+        whole = lengths >= self.prefix[slots].long() * size
+        count = torch.zeros_like(ends).index_add_(0, reader, wrong.long())
+        return (count > 0) | (whole & (sums != self.total[slots]))
+
 
 @functools.cache
 def _triton():

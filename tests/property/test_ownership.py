@@ -118,6 +118,11 @@ class Pool:
             assert other[0].tolist() == found[0].tolist()
             for mine, its in zip(found.T.tolist(), other.T.tolist(), strict=True):
                 assert mine == its or not mine[0] or mine[1] == its[1] == -1  # without a verdict, the rest means nothing
+        planned = torch.cat([self.map[slot, : self.lengths[slot]] for slot in slots])
+        more = torch.cat([planned, torch.full((3,), 1 << 20, dtype=planned.dtype)])  # what lies behind the plan is nobody's
+        found_planned = self.tables.check_planned(more, torch.tensor(slots), lengths, len(planned))
+        assert found_planned.tolist() == (found[0] > 0).tolist()
+        assert self.tables.check_planned(more, torch.tensor(slots), lengths, len(more)).tolist() == found_planned.tolist()
         return dict(zip(slots, (found[0] > 0).tolist(), strict=True))
 
     def plain(self) -> dict[int, bool]:
