@@ -17,6 +17,17 @@ NO_ROOM = Verdict(
     "BadRequestError",
 )
 
+#: SGLang would write it into a row of unsigned 64-bit numbers, and die; 0 is what an empty row says.
+BAD_ROOM = Verdict(
+    400, "The bootstrap room must be a number from 1 to 2**63 - 1. Send this request through the PD router.", "BadRequestError"
+)
+#: Nothing is transferred for such a request: decode would answer from whatever lies in the pages that it is given.
+FAKE_HOST = Verdict(
+    400, "This bootstrap host is SGLang's own, for health checks. Send this request through the PD router.", "BadRequestError"
+)
+#: Of a health check.
+_FAKE_TOKENS = 1
+
 
 def guarded_room(req) -> int | None:
     """The bootstrap room of a request whose KV really is transferred; None for health checks and warm-up."""
@@ -72,13 +83,23 @@ def decode_door(original, queue, req, *args, **kwargs):
             receiver = queue.queue[-1].kv_receiver
             req._pd_guard_receiver = weakref.ref(receiver)
             node.track(req.bootstrap_room, receiver)
+            node.served = True
     return None
 
 
 def _rejected(node: Node, seam: str, req, queue) -> bool:
     """Whether the request at the door carries a verdict, SGLang's or ours; its peer has been told then."""
     with node.shield(seam, req) as fault:
-        if _is_fake(req) or _holds_resources(req):
+        if _holds_resources(req):
+            return False
+        if verdict_of(req) is None and node.settings.runs("admission") and (found := _malformed(node, req, queue)):
+            rule, verdict = found  # the peer, if there is one, sees the same and says the same
+            node.telemetry.refused("admission", rule, req.rid, req.bootstrap_room, verdict.status, node.settings.enforcing)
+            if node.settings.enforcing:
+                req.set_finish_with_abort(verdict.message)
+                _give_verdict(req, verdict)
+            return node.settings.enforcing
+        if _is_fake(req):
             return False
         guard, rule, verdict = "admission", "unadmitted", verdict_of(req)
         if verdict is not None and not node.settings.runs("admission"):
@@ -104,6 +125,17 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
             node.refused(req, FAULT, "fault", at_door=True)
         return True
     return False
+
+
+def _malformed(node: Node, req, queue) -> tuple[str, Verdict] | None:
+    """Our verdict on where a request says that it comes from, with the rule it breaks."""
+    if _is_fake(req):
+        backend = queue.scheduler.server_args.disaggregation_transfer_backend
+        # Until the first request was served, there is nobody's KV, and SGLang's own warm-ups are of any length.
+        stray = node.role == "decode" and node.served and len(req.origin_input_ids) > _FAKE_TOKENS and backend != "fake"
+        return ("fake-host", FAKE_HOST) if stray else None
+    room = req.bootstrap_room
+    return None if room is None or 0 < room < 1 << 63 else ("bad-room", BAD_ROOM)
 
 
 def _own_verdict(node: Node, req, queue) -> tuple[str, str, Verdict | None]:
@@ -200,7 +232,8 @@ def add_request(original, scheduler, req, *args, **kwargs):
     node = nodes.current()
     node.at_door = None
     original(scheduler, req, *args, **kwargs)
-    if node.at_door is req or guarded_room(req) is None:
+    reached, node.at_door = node.at_door is req, None
+    if reached or guarded_room(req) is None:
         return
     with node.shield("add_request", req):
         verdict = verdict_of(req) or Verdict(

@@ -23,9 +23,10 @@ def _owned(node: nodes.Node, scheduler) -> dict[str, int]:
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     slots = scheduler.req_to_metadata_buffer_idx_allocator
     rooms = getattr(node.manager, "request_status", None)  # with pipeline parallelism, from 0.5.22 on, a store without a length
+    known = node.occupied_rooms() if node.settings.runs("room") else 0
     return {
         "pages": -(-stats.get_kv_token_stats()[0] // page_size),
         "request_slots": scheduler.req_to_token_pool.size - scheduler.req_to_token_pool.available_size(),
         "metadata_slots": slots.size - slots.available_size(),
-        "rooms": max(node.occupied_rooms(), len(rooms) if isinstance(rooms, dict) else 0),
+        "rooms": max(known, len(rooms) if isinstance(rooms, dict) else 0),
     }

@@ -37,7 +37,7 @@ def setup_routes(result, server) -> None:
                 Verdict.parse(body["verdict"]),
                 int(body.get("prompt", 0)),
             )
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             return web.Response(status=400, text="not a refusal: send room, nonce, before_transfer and verdict")
         for endpoint in rank_endpoints(server.prefill_port_table):
             outbox.send(endpoint, refusal)

@@ -108,6 +108,8 @@ class Node:
         self.manager = None
         self.incoming: object | None = None
         self.at_door: object | None = None
+        #: decode: whether a request of a client was ever admitted, so that there is KV of somebody's.
+        self.served = False
         self.handshake_steps = 0
         self._limits: Limits | None = None
         self._unfit_told = _Recent()

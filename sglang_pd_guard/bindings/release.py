@@ -48,22 +48,26 @@ def transfer_polls(original, queue, *args, **kwargs):
 
     polls = original(queue, *args, **kwargs)
     node = nodes.current()
-    failed = [i for i, poll in enumerate(polls) if poll == int(KVPoll.Failed) and _is_held(queue.queue[i])]
+    # Alike on all ranks, unlike what each has learnt of its prefill.
+    failed = [i for i, poll in enumerate(polls) if poll == int(KVPoll.Failed) and guarded_room(queue.queue[i].req) is not None]
     if not node.settings.enforcing or not (failed or node.quarantined):  # alike on all ranks
         return polls
     free, calm = [], []
     for i in failed:
-        entry, is_free, is_calm = queue.queue[i], False, False  # a fault inside the guard: nothing is given back
-        with node.shield("release", entry.req):
-            is_free, is_calm = _hold(node, entry)
+        entry = queue.queue[i]
+        is_free = is_calm = not _is_held(entry)  # False beside a fault inside the guard: nothing is given back
+        if not is_free:
+            with node.shield("release", entry.req):
+                is_free, is_calm = _hold(node, entry)
         free.append(is_free)
         calm.append(is_calm)
     agreed = iter(on_all_ranks(free + calm, queue.gloo_group))
     for i in failed:
         if next(agreed):
             receiver = queue.queue[i].kv_receiver
-            receiver._pd_guard_no_writer = True
-            node.released(receiver._pd_guard_nonce)
+            if _is_held(queue.queue[i]):
+                receiver._pd_guard_no_writer = True
+                node.released(receiver._pd_guard_nonce)
         else:
             polls[i] = int(KVPoll.Transferring)
     node.quarantine(sum(_pages(node, queue.queue[i].req) for i in failed if not next(agreed)))
@@ -73,8 +77,8 @@ def transfer_polls(original, queue, *args, **kwargs):
 
 
 def _is_held(entry) -> bool:
-    """Whether the guard decides when this entry's pages are given back. Alike on all ranks."""
-    return guarded_room(entry.req) is not None and getattr(entry.kv_receiver, "_pd_guard_drains", False)
+    """Whether prefill has told this rank that it says when its writes have ended."""
+    return getattr(entry.kv_receiver, "_pd_guard_drains", False)
 
 
 def _pages(node: Node, req) -> int:

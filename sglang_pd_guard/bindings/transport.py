@@ -31,12 +31,13 @@ class Outbox:
     def send(self, endpoint: Endpoint, message: wire.Message) -> bool:
         """Returns False where the message could not even be queued."""
         with self._lock:
-            socket = self._sockets.get(endpoint) or self._connect(endpoint)
-            self._sockets.move_to_end(endpoint)
             try:
+                socket = self._sockets.get(endpoint) or self._connect(endpoint)
+                self._sockets.move_to_end(endpoint)
                 socket.send_multipart(wire.encode(message), flags=self._zmq.DONTWAIT)
             except self._zmq.ZMQError:
-                self._sockets.pop(endpoint).close(linger=0)
+                if endpoint in self._sockets:
+                    self._sockets.pop(endpoint).close(linger=0)
                 return False
             return True
 
@@ -47,8 +48,8 @@ class Outbox:
         if ":" in ip:
             socket.setsockopt(self._zmq.IPV6, 1)
             ip = f"[{ip.strip('[]')}]"
-        socket.connect(f"tcp://{ip}:{port}")
         self._sockets[endpoint] = socket
+        socket.connect(f"tcp://{ip}:{port}")
         while len(self._sockets) > self._LIMIT:
             self._sockets.popitem(last=False)[1].close(linger=1000)
         return socket

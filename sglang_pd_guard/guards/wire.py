@@ -16,7 +16,7 @@ from sglang_pd_guard.guards.admission import Verdict
 from sglang_pd_guard.guards.capacity import Limits
 
 TAG = b"PDGUARD1"
-_MAX_FRAME = 16384
+_MAX_FRAME = 65536
 
 
 @dataclasses.dataclass(frozen=True)
