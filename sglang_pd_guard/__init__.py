@@ -14,28 +14,27 @@ class GuardNotLoaded(RuntimeError):
     """SGLang would run without the guard in this process; the message says why."""
 
 
-def require(
-    mode: str = "enforce",
-    peer: str = "require",
-    disable: tuple[str, ...] = (),
-    allow_unverified: bool = False,
-    allow_capacity_mismatch: bool = False,
-) -> None:
+def require(**settings) -> None:
     """Turns the guard on for every ``sglang.Engine`` this process creates, or raises.
 
-    Call it before the first ``Engine``. The arguments are those of the flags ``--pd-guard-*``.
+    Call it before the first ``Engine``. The arguments are those of the flags ``--pd-guard-*``, with underscores
+    (`settings.Settings`); one that is given wins over the environment.
 
     Raises:
         GuardNotLoaded: the plugin is filtered out (``SGLANG_PLUGINS``), not installed beside this SGLang,
             or an ``Engine`` was created before.
-        SettingsError: an argument is not allowed.
+        SettingsError: the value of an argument is not allowed.
+        TypeError: there is no such argument.
         SystemExit: the guard is loaded and cannot be bound to this SGLang.
     """
+    import dataclasses
     import os
 
-    from sglang_pd_guard.settings import Settings
+    from sglang_pd_guard.settings import ENV, Settings
 
-    settings = Settings(mode, peer, frozenset(disable), allow_unverified, allow_capacity_mismatch)
+    if "disable" in settings:
+        settings["disable"] = frozenset(settings["disable"])
+    settings = dataclasses.replace(Settings.from_env({**os.environ, ENV: "1"}), **settings)
     os.environ.update(settings.to_env())
 
     from sglang.srt import plugins

@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return importlib.import_module(f"sglang_pd_guard.cli.{args.command}").run(args)
+    except ModuleNotFoundError as error:
+        print(f"pd-guard {args.command}: no module {error.name} here; pip install 'sglang-pd-guard[tools]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

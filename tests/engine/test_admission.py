@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+import requests
 from pd_rig.client import run_concurrently
 from pd_rig.model import echo
 from pd_rig.traffic import SOON, attack, healthy, secret
@@ -169,6 +170,43 @@ def test_every_producer_of_rejects(cluster, producer, side):
         assert reply.seconds < SOON
     cluster.wait_idle(SOON)
     exact(cluster, prompt)
+
+
+@pytest.mark.each
+def test_a_long_refusal_reaches_the_peer(cluster):
+    """SGLang quotes the client; escaped, it becomes twelve times as long."""
+    prefill, decode = cluster.pair("a" * 300, 8, prefill_extra={"session_params": {"id": "\N{GRINNING FACE}" * 1990, "rid": None}}, timeout=20)
+    assert (prefill.status, decode.status) == (400, 400), (prefill, decode)
+    assert decode.seconds < SOON
+    cluster.wait_idle(SOON)
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("room", [-5, 0, 2**63])
+def test_a_number_that_is_no_room(cluster, room):
+    """Unguarded, a negative one ends the prefill's scheduler."""
+    replies = cluster.pair("a" * 300, 8, room=room, timeout=20)
+    for reply in replies:
+        assert (reply.status, reply.text) == (400, None), replies
+        assert "from 1 to 2**63 - 1" in reply.error
+        assert reply.seconds < SOON
+    cluster.wait_idle(SOON)
+    exact(cluster, "b" * 300)
+
+
+FAKE = "2.2.2.2"  # SGLang's own host, for which nothing is transferred
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("size", [2, 500, 1500])
+def test_a_client_that_names_the_host_of_health_checks(cluster, size):
+    """On decode it would be answered from pages that hold whatever was there before: see test_faults."""
+    exact(cluster, secret(1000, random.Random(12)))
+    _, reply = cluster.pair("!" * size, 40, extra={"bootstrap_host": FAKE}, which="decode")
+    assert (reply.status, reply.text) == (400, None), reply
+    assert "health checks" in reply.error
+    assert requests.get(f"{cluster.decode.url}/health_generate", timeout=20).status_code == 200
+    cluster.wait_idle(SOON)
 
 
 def test_rejects_do_not_starve_anyone(cluster):

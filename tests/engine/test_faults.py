@@ -138,3 +138,28 @@ def test_a_transfer_of_fewer_tokens_is_answered_all_the_same(clusters, version):
     _, decode = cluster.pair(prompt, 64, prefill_prompt=other)
     assert decode.status == 200
     assert decode.text != echo(prompt, 64)
+
+
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+def test_the_host_of_health_checks_leaks(clusters, version):
+    """A client names it, nothing is transferred, and decode answers from what the pages held."""
+    cluster = unguarded(clusters, version)
+    rng = random.Random(1)
+    victims = [secret(1000, rng) for _ in range(9)]
+    for victim in victims:
+        cluster.complete(victim, 40)
+    cluster.wait_idle()
+    texts = []
+    for n, size in enumerate((500, 1500)):
+        _, reply = cluster.pair([33 + n] * size, 60, extra={"bootstrap_host": "2.2.2.2"}, which="decode")
+        assert reply.status == 200
+        texts.append(reply.text)
+    assert max(len(shared_run(text, victim)) for text in texts for victim in victims) >= LEAK
+
+
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+def test_a_negative_room_ends_prefill(clusters, version):
+    cluster = unguarded(clusters, version, fresh=True)
+    prefill, _ = cluster.pair("a" * 300, 4, room=-5, timeout=6)
+    assert prefill.status is None, prefill
+    assert "OverflowError" in cluster.prefills[0].log_text()

@@ -1,4 +1,4 @@
-"""All guards on nodes of several schedulers: tensor, pipeline and data parallelism."""
+"""All guards on nodes of several schedulers: tensor and pipeline parallelism."""
 
 import random
 
@@ -11,7 +11,6 @@ pytestmark = pytest.mark.engine
 TWO = {
     "tp": ["--tp-size", "2"],
     "pp": ["--pp-size", "2", "--pd-guard-disable", "ownership"],  # which does not run there, and says so at the start
-    "dp": ["--dp-size", "2"],
     "one": [],
 }
 full = pytest.mark.full
@@ -25,7 +24,6 @@ full = pytest.mark.full
         pytest.param("0.5.23", "one", "tp", marks=full),
         pytest.param("0.5.23", "tp", "one", marks=full),
         pytest.param("0.5.23", "pp", "one", marks=full),
-        pytest.param("0.5.23", "dp", "dp", marks=full),
     ],
     indirect=["version"],
 )
@@ -35,8 +33,7 @@ def test_two_ranks(clusters, version, prefill, decode):
         version,
         guard=True,
         layers=2 if "pp" in (prefill, decode) else 1,
-        # Behind this router, a decode has to ask which DP rank of prefill has its request.
-        env=LATE_WRITES | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": "1"},
+        env=LATE_WRITES | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
         prefill_args=TWO[prefill],
         decode_args=[*TWO[decode], "--num-reserved-decode-tokens", "16"],
         prefill_tokens=2048,
@@ -59,8 +56,7 @@ def test_two_ranks(clusters, version, prefill, decode):
             assert (reply.status, reply.text) in ((200, echo(prompt, 40)), (400, None))
             assert reply.seconds < SOON
     assert healthy(cluster, 40) == []
-    if decode != "dp":  # with two pools the running requests do not grow into the aborted one's pages
-        assert late_write(cluster, 0) == ["exact", "exact"]
+    assert late_write(cluster, 0) == ["exact", "exact"]
     answered, wrong = aborts(cluster, 30, seed=9)
     assert wrong == []
     assert answered > 8

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,3 +191,19 @@ def test_the_image_copies_what_exists_and_checks_itself():
     assert lines[-1].endswith("pd-guard doctor")
     kept = {line[1:] for line in (DEPLOY / "docker/Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == set(copied)
+
+
+def test_what_the_image_copies_can_be_installed(tmp_path):
+    lines = (DEPLOY / "docker/Dockerfile").read_text().splitlines()
+    for line in lines:
+        if line.startswith("COPY"):
+            for word in line.split()[1:-1]:
+                source = DEPLOY.parent / word
+                copy = shutil.copytree if source.is_dir() else shutil.copy
+                copy(source, tmp_path / word)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build", "--build-base", "build"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    built = tmp_path / "build/lib/sglang_pd_guard"
+    assert (built / "plugin.py").exists() and list((built / "patches").glob("*/*.patch"))

@@ -63,10 +63,11 @@ class NodeHandle(ServerProcess):
         self.page_size = page_size
 
     def load(self) -> dict[str, Any]:
-        """This node's entry of ``/v1/loads``, which every supported release has; of several DP ranks, their sum."""
+        """This node's entry of ``/v1/loads``, which every supported release has."""
         reply = get(f"{self.url}/v1/loads?include=all")
         reply.raise_for_status()
-        return _total(reply.json()["loads"])
+        (load,) = reply.json()["loads"]
+        return load
 
     def used_pages(self) -> int:
         """Pages of this node's pool that are neither free nor evictable."""
@@ -273,7 +274,7 @@ class Cluster:
         bootstrap_port = self._ports.take() if role == "prefill" else None
         command = [rig_python(), *self._entry, "--model-path", str(model)]
         command += ["--served-model-name", "echo", "--host", HOST, "--port", str(port)]
-        if "--dp-size" not in [*self._common_args, *self._args[role]]:  # where every DP rank takes a port of its own
+        if "--dp-size" not in self._common_args:  # where every DP rank takes a port of its own
             command += ["--nccl-port", str(self._ports.take())]
         command += ["--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
@@ -514,19 +515,6 @@ class Cluster:
             "waiting": load["num_waiting_reqs"],
             **{key: value for key, value in queues.items() if key.endswith("_queue_reqs")},
         }
-
-
-def _total(loads: list[dict[str, Any]]) -> dict[str, Any]:
-    total = dict(loads[0])
-    for load in loads[1:]:
-        for key, value in load.items():
-            if key == "timestamp":
-                total[key] = min(total[key], value)
-            elif isinstance(value, dict):
-                total[key] = _total([total[key], value])
-            elif isinstance(value, int | float):
-                total[key] += value
-    return total
 
 
 def pages_of(load: Mapping[str, Any], page_size: int) -> int:

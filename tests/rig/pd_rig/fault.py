@@ -253,8 +253,9 @@ def stray_page() -> None:
             page = row[size : 2 * size].long()
             allocator.free(page)
             for name in ("free_pages", "release_pages"):
-                pages = getattr(allocator, name)
-                setattr(allocator, name, pages[pages != page[0] // size])
+                pages = getattr(allocator, name, None)
+                if pages is not None:
+                    setattr(allocator, name, pages[pages != page[0] // size])
             allocator.free_pages = torch.cat([page[:1] // size, allocator.free_pages])
             state["done"] = True
             logger.warning("stray_page: relent of rid=%s", running[0].rid)
