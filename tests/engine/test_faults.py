@@ -11,7 +11,7 @@ import pytest
 from pd_rig.client import run_concurrently
 from pd_rig.home import why_missing
 from pd_rig.model import echo
-from pd_rig.traffic import attack, same_room, secret
+from pd_rig.traffic import LEAK, attack, same_room, secret, shared_run
 
 pytestmark = pytest.mark.engine
 

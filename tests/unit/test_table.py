@@ -12,7 +12,7 @@ def test_targets_are_unique_and_rows_complete():
     for seam in table.SEAMS:
         assert seam.process in ("cli", "launcher", "scheduler")
         assert seam.role in ("prefill", "decode", "both")
-        assert seam.guards == {"core"} or seam.guards <= set(GUARDS)
+        assert seam.guards == {"core"} or seam.guards <= {*GUARDS, "plan"}
         assert seam.kind in (table.AROUND, table.AFTER)
         assert seam.why and seam.upstream and seam.retire
 
@@ -58,11 +58,16 @@ def test_ranges_and_signatures():
 
 
 def test_disabling_leaves_the_core():
-    names = {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset(GUARDS))}
+    names = {s.guard for s in table.seams("0.5.23", "scheduler", disable=Settings(disable=frozenset(GUARDS)).unbound)}
     assert names == {"core"}
     assert "release" not in {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset({"release"}))}
     shared = {s.guard for s in table.seams("0.5.23", "scheduler", disable=frozenset({"receipt"}))}
     assert "receipt, ownership" in shared  # what two guards need is bound for either
+
+    assert "plan" not in {s.guard for s in table.seams("0.5.23", "scheduler", disable=Settings().unbound)}
+    assert "plan" in {s.guard for s in table.seams("0.5.23", "scheduler", disable=Settings(check_plan=True).unbound)}
+    without = Settings(check_plan=True, disable=frozenset({"ownership"})).unbound
+    assert "plan" not in {s.guard for s in table.seams("0.5.23", "scheduler", disable=without)}
 
     prefill = {s.hook for s in table.seams("0.5.23", "scheduler", "prefill")}
     assert "admission:prefill_door" in prefill and "admission:decode_door" not in prefill
