@@ -115,29 +115,6 @@ def test_a_page_that_two_requests_own(clusters, version):
 
 
 @VERSIONS
-def test_a_page_that_is_lent_anew_too_early(clusters, version):
-    """A running request's page is freed, and the next request's transfer is to go there: the former is ended, the latter right."""
-    cluster = on(clusters, version)
-    rng = random.Random(10)
-    running, late = secret(300, rng), secret(300, rng)
-    control = cluster.fault_dir / "stray_page"
-
-    def next_one():
-        while not cluster.decode.load()["num_running_reqs"]:
-            time.sleep(0.05)
-        control.write_text("relent")
-        return cluster.complete(late, 300, timeout=60)
-
-    replies = run_concurrently([lambda: cluster.complete(running, 900, timeout=60), next_one])
-    control.unlink()
-    refused(replies[0], "foreign")
-    exact(replies[1], late, 300)
-    cluster.wait_idle()
-    assert "stray_page: relent" in cluster.decode.log_text()
-    exact(cluster.complete(running, 40), running, 40)
-
-
-@VERSIONS
 def test_a_transfer_one_page_short(clusters, version):
     cluster = on(clusters, version)
     rng = random.Random(5)

@@ -209,7 +209,7 @@ def stray_page() -> None:
     """Corrupt, once for each time that the control file appears, who owns a page that a running request is about to look at.
 
     Control file: ``row`` (its row of SGLang's map points at the same page of another request), ``freed`` (the page is freed
-    under it), ``relent`` (and given to the next request) or ``twice`` (the next two requests are given one page).
+    under it) or ``twice`` (the next two requests are given one page).
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -247,18 +247,6 @@ def stray_page() -> None:
             allocator.free_pages = torch.cat([allocator.free_pages[:1], allocator.free_pages])
             state["done"] = True
             logger.warning("stray_page: twice")
-        if word("relent") and (running := queue.scheduler.running_batch.reqs):
-            allocator, slot = queue.token_to_kv_pool_allocator, getattr(running[0], "req_pool_idx", None)
-            size, row = allocator.page_size, queue.req_to_token_pool.req_to_token[running[0].kv.req_pool_idx if slot is None else slot]
-            page = row[size : 2 * size].long()
-            allocator.free(page)
-            for name in ("free_pages", "release_pages"):
-                pages = getattr(allocator, name, None)
-                if pages is not None:
-                    setattr(allocator, name, pages[pages != page[0] // size])
-            allocator.free_pages = torch.cat([page[:1] // size, allocator.free_pages])
-            state["done"] = True
-            logger.warning("stray_page: relent of rid=%s", running[0].rid)
         return original(queue, req, *args, **kwargs)
 
     HookRegistry.register("sglang.srt.mem_cache.allocation.alloc_for_decode", alloc_for_decode, HookType.AFTER)
