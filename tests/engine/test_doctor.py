@@ -10,6 +10,7 @@ import pytest
 from pd_rig.home import overlay, rig_python
 
 from sglang_pd_guard.bindings import table
+from sglang_pd_guard.settings import Settings
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +32,7 @@ def test_each_version_is_ready(version):
     report = json.loads(done.stdout)
     assert (report["ok"], report["sglang"]) == (True, version)
     assert report["location"] == str((overlay(version) / "sglang").resolve())
-    assert [t["target"] for t in report["targets"]] == [s.target for s in table.SEAMS if s.applies(version)]
+    assert [t["target"] for t in report["targets"]] == [s.target for s in table.seams(version, None, disable=Settings().unbound)]
     assert not any(t["problem"] for t in report["targets"])
     leaks = "stub-transfer" in {w["key"] for w in report["weaknesses"]}
     assert leaks == (table.order(version) < table.order("0.5.20"))

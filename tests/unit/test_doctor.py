@@ -10,7 +10,7 @@ import pytest
 from sglang_pd_guard.bindings import table
 from sglang_pd_guard.cli import doctor, known
 from sglang_pd_guard.cli.source import Source
-from sglang_pd_guard.settings import GUARDS
+from sglang_pd_guard.settings import GUARDS, Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def test_a_known_version_is_ready(tree):
     report = doctor.examine(Source(tree), {}, OURS)
     assert report.ok, report.problems
     assert (report.sglang, report.state, report.guards) == ("0.5.23", "supported", list(GUARDS))
-    assert len(report.targets) == len([s for s in table.SEAMS if s.applies("0.5.23") and s.guard != "plan"])
+    assert len(report.targets) == len(table.seams("0.5.23", None, disable=Settings().unbound))
     assert "verdict: ready" in doctor.text(report)
 
 
