@@ -25,6 +25,8 @@ BAD_ROOM = Verdict(
 FAKE_HOST = Verdict(
     400, "This bootstrap host is SGLang's own, for health checks. Send this request through the PD router.", "BadRequestError"
 )
+#: The peer, if there is one, sees the same and says the same: it is not told.
+_BY_BOTH = {"bad-room": BAD_ROOM, "fake-host": FAKE_HOST}
 #: Of a health check.
 _FAKE_TOKENS = 1
 
@@ -92,17 +94,8 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
     with node.shield(seam, req) as fault:
         if _holds_resources(req):
             return False
-        if verdict_of(req) is None and node.settings.runs("admission") and (found := _malformed(node, req, queue)):
-            rule, verdict = found  # the peer, if there is one, sees the same and says the same
-            node.telemetry.refused("admission", rule, req.rid, req.bootstrap_room, verdict.status, node.settings.enforcing)
-            if node.settings.enforcing:
-                req.set_finish_with_abort(verdict.message)
-                _give_verdict(req, verdict)
-            return node.settings.enforcing
-        if _is_fake(req):
-            return False
         guard, rule, verdict = "admission", "unadmitted", verdict_of(req)
-        if verdict is not None and not node.settings.runs("admission"):
+        if verdict is not None and (_is_fake(req) or not node.settings.runs("admission")):
             return False
         if verdict is None:
             guard, rule, verdict = _own_verdict(node, req, queue)
@@ -114,6 +107,9 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
                 _give_verdict(req, verdict)
             if rule == "in-use":
                 node.refused_double(req, prompt, verdict)
+                return node.settings.enforcing
+            if rule in _BY_BOTH:
+                node.telemetry.refused(guard, rule, req.rid, req.bootstrap_room, verdict.status, node.settings.enforcing)
                 return node.settings.enforcing
         if node.settings.enforcing:
             _adopt_room(node, req)
@@ -127,19 +123,25 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
     return False
 
 
-def _malformed(node: Node, req, queue) -> tuple[str, Verdict] | None:
-    """Our verdict on where a request says that it comes from, with the rule it breaks."""
+def _malformed(node: Node, req, queue) -> str | None:
+    """The rule that a request breaks by what it says of where it comes from."""
+    if not node.settings.runs("admission"):
+        return None
     if _is_fake(req):
         backend = queue.scheduler.server_args.disaggregation_transfer_backend
         # Until the first request was served, there is nobody's KV, and SGLang's own warm-ups are of any length.
         stray = node.role == "decode" and node.served and len(req.origin_input_ids) > _FAKE_TOKENS and backend != "fake"
-        return ("fake-host", FAKE_HOST) if stray else None
+        return "fake-host" if stray else None
     room = req.bootstrap_room
-    return None if room is None or 0 < room < 1 << 63 else ("bad-room", BAD_ROOM)
+    return None if room is None or 0 < room < 1 << 63 else "bad-room"
 
 
 def _own_verdict(node: Node, req, queue) -> tuple[str, str, Verdict | None]:
     """Our own verdict on a request that SGLang admits and cannot serve, with the guard and the rule it breaks."""
+    if rule := _malformed(node, req, queue):
+        return "admission", rule, _BY_BOTH[rule]
+    if _is_fake(req):
+        return "", "", None
     if node.quarantined:
         verdict = node.no_room_left()
         if verdict is not None:

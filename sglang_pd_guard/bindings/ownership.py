@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import secrets
@@ -131,7 +132,7 @@ class Ownership:
     def evidence(self, req, first: int) -> str:
         """For the log: the request's pages, its owner tag and, from its page `first` on, up to 16 that have another (place:page:tag)."""
         owner = int(self.tables.owner[slot_of(req)])
-        row = self._pages(req, 0, -(-len(req.origin_input_ids + req.output_ids) // self.tables.page_size))
+        row = self._pages(req, 0, -(-(len(req.origin_input_ids) + len(req.output_ids)) // self.tables.page_size))
         tags = self.tables.tags[row.clamp(0, len(self.tables.tags) - 1)].tolist()
         others = [i for i in range(first, len(tags)) if tags[i] != owner][:16]
         found = ",".join(f"{i}:{int(row[i])}:{tags[i]:x}" for i in others)
@@ -368,13 +369,16 @@ def _spoil(own: Ownership, batch, wrong, first) -> None:
     own.looked()
 
 
+_signature = functools.cache(inspect.signature)  # asked for in each step
+
+
 def planned(original, updater, *args, **kwargs):
     """flashinfer, ahead of its kernels: looks at the token slots that it has planned to read."""
     result = original(updater, *args, **kwargs)
     own = nodes.current().ownership
     if own is not None and own.forward_batch is not None and own.verdict is not _FAULT:
         with nodes.current().shield("planned") as fault:
-            _look_at_plan(own, inspect.signature(original).bind(updater, *args, **kwargs).arguments)
+            _look_at_plan(own, _signature(original).bind(updater, *args, **kwargs).arguments)
         if fault[0]:
             own.verdict = _FAULT
     return result

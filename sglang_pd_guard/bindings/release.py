@@ -64,8 +64,8 @@ def transfer_polls(original, queue, *args, **kwargs):
     agreed = iter(on_all_ranks(free + calm, queue.gloo_group))
     for i in failed:
         if next(agreed):
-            receiver = queue.queue[i].kv_receiver
             if _is_held(queue.queue[i]):
+                receiver = queue.queue[i].kv_receiver
                 receiver._pd_guard_no_writer = True
                 node.released(receiver._pd_guard_nonce)
         else:

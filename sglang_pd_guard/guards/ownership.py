@@ -195,8 +195,7 @@ class Tables:
             longest = int(lengths.max())
         count = -(-longest // self.page_size)
         entries = req_to_token[:, : count * self.page_size : self.page_size].index_select(0, slots)
-        pages = torch.div(entries, self.page_size, rounding_mode="floor")
-        pages = torch.where((pages < 0) | (pages > len(self.tags) - 2), 0, pages)  # no page at all is not the reader's
+        pages = self._pages(entries)
         found = self.tags.index_select(0, pages.flatten()).view(pages.shape)
         place = torch.arange(count, dtype=torch.int32, device=found.device)
         live = place < torch.div(lengths + self.page_size - 1, self.page_size, rounding_mode="floor").unsqueeze(1)
@@ -209,6 +208,11 @@ class Tables:
         any_wrong = wrong.any(1)
         seen = found.gather(1, first.unsqueeze(1)).squeeze(1)
         return torch.stack([(any_wrong | swapped).long(), torch.where(any_wrong, first, -1), seen])
+
+    def _pages(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The pages of these token slots; where that is no page at all, the one for padding, which is no reader's."""
+        pages = torch.div(tokens, self.page_size, rounding_mode="floor")
+        return torch.where((pages < 0) | (pages > len(self.tags) - 2), 0, pages)
 
     def check_planned(self, tokens: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
         """The same for a backend that plans which token slots it reads: compares each of them, not only each page's first.
@@ -230,8 +234,7 @@ class Tables:
         reader = reader.clamp(max=len(slots) - 1)
         place = place - (ends - lengths)[reader]
         tokens = tokens[: len(place)].long()
-        pages = torch.div(tokens, size, rounding_mode="floor")
-        pages = torch.where((pages < 0) | (pages > len(self.tags) - 2), 0, pages)
+        pages = self._pages(tokens)
         found, within = self.tags[pages], place < self.prefix[slots].long()[reader] * size
         begins = place % size == 0
         page_of_first = pages[torch.arange(len(pages), device=pages.device) - torch.where(live, place % size, 0)]

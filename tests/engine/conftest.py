@@ -14,7 +14,6 @@ with ``every`` on every version that the rig has, as all of them do with ``--ful
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -137,7 +136,7 @@ def pytest_collection_modifyitems(config, items):
     for i, item in zip(ours, sorted((items[i] for i in ours), key=place), strict=True):
         items[i] = item
         if item.config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(600 + 60 * float(os.environ.get("PD_GUARD_SOAK_MINUTES", "0"))))
+            item.add_marker(pytest.mark.timeout(600))
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -26,9 +26,8 @@ class Wrapper:
         self._paged_kv_indices_buf = torch.zeros(64, dtype=torch.int32)
 
     def begin_forward(self, *args, **kwargs):
-        indices = args[1] if args[1].dtype == torch.int32 and len(args[1]) >= 17 else args[2]
-        if indices is not self._paged_kv_indices_buf:
-            self._paged_kv_indices_buf[: len(indices)] = indices[: len(self._paged_kv_indices_buf)]
+        if args[1] is not self._paged_kv_indices_buf:  # prefill's; decode's has been written there
+            self._paged_kv_indices_buf[:] = args[2][: len(self._paged_kv_indices_buf)]
 
 
 def pool():

@@ -19,6 +19,8 @@ REFUSED = "Refused by the PD guard: a KV page of this request is not its own (ru
 OLDER = [pytest.param(version, marks=pytest.mark.full) for version in ("0.5.18", "0.5.20", "0.5.21", "0.5.22")]
 VERSIONS = pytest.mark.parametrize("version", [*OLDER, "0.5.23"], indirect=True)
 
+SOAK_MINUTES = float(os.environ.get("PD_GUARD_SOAK_MINUTES", "2"))
+
 
 def on(clusters, version, *, guarded=True, **options):
     return clusters(version, **({"guard": ALONE if guarded else False, "env": FAULTS} | options))
@@ -167,6 +169,7 @@ def test_turns_after_a_retraction(clusters, version):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600 + 60 * SOAK_MINUTES)
 @VERSIONS
 def test_mixed_traffic_alarms_nobody(clusters, version):
     """All guards, small pools, small chunks, the prefix cache on both nodes, clients that leave: PD_GUARD_SOAK_MINUTES, 2 by default."""
@@ -174,7 +177,7 @@ def test_mixed_traffic_alarms_nobody(clusters, version):
         version, guard=True, decode_tokens=4096, prefill_tokens=4096, common_args=["--chunked-prefill-size", "512"],
         decode_args=["--num-reserved-decode-tokens", "64", "--disaggregation-decode-enable-radix-cache"],
     )  # fmt: skip
-    end = time.monotonic() + 60 * float(os.environ.get("PD_GUARD_SOAK_MINUTES", "2"))
+    end = time.monotonic() + 60 * SOAK_MINUTES
     rng = random.Random(8)
     systems = [secret(size, rng) for size in (64, 500, 1200)]
     wrong, answered = [], []
