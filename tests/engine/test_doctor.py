@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pd_rig.home import overlay, rig_python
+from pd_rig.home import environment, overlay, rig_python
 
 from sglang_pd_guard.bindings import table
 from sglang_pd_guard.settings import Settings
@@ -17,12 +17,8 @@ pytestmark = pytest.mark.engine
 
 def doctor(sglang: Path, *args: str, **env: str):
     """Runs it with the SGLang that lies in this folder."""
-    keep = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
-    path = os.pathsep.join(filter(None, [str(sglang), os.environ.get("PYTHONPATH")]))
     command = [rig_python(), "-m", "sglang_pd_guard", "doctor", *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**keep, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **env}, timeout=60
-    )
+    return subprocess.run(command, capture_output=True, text=True, env=environment(sglang) | env, timeout=60)
 
 
 @pytest.mark.each

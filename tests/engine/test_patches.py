@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pd_rig.home import overlay, rig_python, why_missing
+from pd_rig.home import environment, overlay, rig_python, why_missing
 from pd_rig.model import echo
 from pd_rig.traffic import LATE_WRITES, SOON, aborts, attack, healthy, late_write, same_room, secret
 
@@ -57,14 +57,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def python(folder: Path, version: str, *words: str, **env: str) -> subprocess.CompletedProcess:
     """Runs Python with the patched SGLang in `folder`, on the CPU, without the plugin."""
-    env = {
-        "PYTHONPATH": f"{folder}:{overlay(version)}:{Path(__file__).parents[1] / 'rig'}",
-        "CUDA_VISIBLE_DEVICES": "",
-        "SGLANG_PLATFORM": "cpu_rig",
-        "SGLANG_PLUGINS": "none",
-        "HOME": str(Path.home()),
-        "PATH": "/usr/bin:/bin",
-    } | env
+    env = environment(folder, overlay(version), Path(__file__).parents[1] / "rig") | {"SGLANG_PLATFORM": "cpu_rig", "SGLANG_PLUGINS": "none"} | env
     return subprocess.run([rig_python(), *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 

@@ -26,7 +26,7 @@ import requests
 
 from pd_rig.client import Reply, get, post, run_concurrently
 from pd_rig.drift import SITE as DRIFT_SITE
-from pd_rig.home import RigError, overlay, rig_python, why_missing
+from pd_rig.home import RigError, environment, overlay, rig_python, why_missing
 from pd_rig.model import echo, ensure_model
 from pd_rig.ports import PortPool
 from pd_rig.processes import ServerProcess, stop_all
@@ -304,26 +304,15 @@ class Cluster:
         return node
 
     def _environment(self, role: str | None) -> dict[str, str]:
-        """This process's environment less what would change a server's behaviour, plus what the rig needs."""
-        env: dict[str, str | None] = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("SGLANG_", "SGL_", "MC_", "MOONCAKE_", "PD_GUARD_", "PD_RIG_"))
-            and not key.lower().endswith("_proxy")
-        }
-        path = []
-        if role is not None:  # the router is no part of SGLang
-            path = [str(folder) for folder in (self._sglang, overlay(self.version)) if folder]
-        if _release(self.version) < (0, 5, 18):
-            path.append(str(_STAND_INS))
+        """What a server or, with None, the router is started with."""
+        stand_ins = _STAND_INS if _release(self.version) < (0, 5, 18) else None
+        server = role is not None  # the router is no part of SGLang
+        env: dict[str, str | None] = environment(self._sglang if server else None, overlay(self.version) if server else None, stand_ins)
         env |= {
-            "PYTHONPATH": os.pathsep.join(filter(None, [*path, env.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
-            "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
             "NO_PROXY": "*",
             "SGLANG_PLATFORM": "cpu_rig",
             "SGLANG_HOST_IP": HOST,

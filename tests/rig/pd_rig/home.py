@@ -35,6 +35,14 @@ def overlay(version: str) -> Path:
     return rig_home() / f"sglang-{version}"
 
 
+def environment(*path: Path | None) -> dict[str, str]:
+    """This process's environment less what would change SGLang's behaviour, without a GPU; ``path`` goes first on PYTHONPATH."""
+    ours = ("SGLANG_", "SGL_", "MC_", "MOONCAKE_", "PD_GUARD_", "PD_RIG_")
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(ours) and not k.lower().endswith("_proxy")}
+    folders = [*(str(folder) for folder in path if folder), os.environ.get("PYTHONPATH")]
+    return keep | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
 def installed_versions() -> list[str]:
     """The SGLang versions that are there in full, oldest first."""
     return [v for v in VERSIONS if (overlay(v) / ".complete").exists()]
