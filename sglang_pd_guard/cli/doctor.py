@@ -44,6 +44,7 @@ class Report:
     sglang: str | None
     location: str | None
     state: str
+    patches: list[str]
     guards: list[str]
     targets: list[Target]
     weaknesses: list[dict]
@@ -70,7 +71,7 @@ def examine(source: Source | None, env: Mapping[str, str], points: Mapping[str, 
     if source is None or source.version is None:
         what = "no SGLang is installed in this environment" if source is None else f"the version of the SGLang in {source.root} is unknown"
         location = None if source is None else str(source.root)
-        return Report(__version__, None, location, "missing", [], [], [], [], environment, [what, *problems])
+        return Report(__version__, None, location, "missing", [], [], [], [], [], environment, [what, *problems])
 
     version = source.version
     promise = table.SUPPORTED.get(version)
@@ -88,6 +89,7 @@ def examine(source: Source | None, env: Mapping[str, str], points: Mapping[str, 
         sglang=version,
         location=str(source.root),
         state=state,
+        patches=source.patches,
         guards=table.guards(seams, settings),
         targets=targets,
         weaknesses=[{**dataclasses.asdict(w), "evidence": w.evidence(version)} for w in known.weaknesses(version)],
@@ -135,7 +137,9 @@ def _by_default(version: str, backend: known.Backend) -> bool:
 
 def text(report: Report) -> str:
     lines = [f"pd-guard {report.guard}", f"SGLang   {report.sglang or 'not found'}  {report.location or ''}".rstrip()]
-    lines += [f"state    {report.state}", f"guards   {', '.join(report.guards) or 'none'}"]
+    lines += [f"state    {report.state}"]
+    lines += [f"patches  {', '.join(report.patches)} (pd-guard patch)"] if report.patches else []
+    lines += [f"guards   {', '.join(report.guards) or 'none'}"]
     lines += [f"env      {name}={value}" for name, value in report.environment.items()]
     if report.weaknesses:
         lines += ["", f"Weaknesses of SGLang {report.sglang} without the guard (seen: by a test on this version; read: in its source)"]

@@ -45,6 +45,13 @@ class Source:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    @property
+    def patches(self) -> list[str]:
+        """The patches that the marker of ``pd-guard patch`` names; empty on SGLang as published."""
+        marker = self._module("sglang.srt.disaggregation._pd_guard_patches")
+        found = (node.value for node in (marker.body if marker else ()) if isinstance(node, ast.Assign))
+        return list(ast.literal_eval(next(found, ast.Tuple([]))))
+
     def parameters(self, target: str) -> tuple[str, ...]:
         """The positional parameters of a function or method, by its dotted path.
 

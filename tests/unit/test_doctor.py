@@ -68,6 +68,15 @@ def test_a_known_version_is_ready(tree):
     assert "verdict: ready" in doctor.text(report)
 
 
+def test_a_patched_tree_is_told(tree):
+    assert "patches " not in doctor.text(doctor.examine(Source(tree), {}, OURS))
+    marker = tree / "srt" / "disaggregation" / "_pd_guard_patches.py"
+    marker.write_text('"""Which patches."""\n\nPATCHES = (\n    "tell-decode",\n    "live-room",\n)\n')
+    report = doctor.examine(Source(tree), {}, OURS)
+    assert report.ok and report.patches == ["tell-decode", "live-room"]
+    assert "patches  tell-decode, live-room" in doctor.text(report)
+
+
 def test_a_target_that_is_gone_or_changed_is_named(tree):
     edit(tree, "srt.disaggregation.prefill", "def add(self, req, num_kv_heads", "def add(self, req")
     edit(tree, "srt.disaggregation.utils", "def prepare_abort(", "def abort(")
