@@ -31,11 +31,29 @@ def waiting_aborted(original, scheduler, *args, **kwargs):
 
 
 def chunked_aborted(original, scheduler) -> None:
-    """prefill. So it does with a request that it ends between two chunks."""
+    """prefill. So it does with a request that it ends between two chunks; not while a chunk of it is being written, for its pages go
+    with it. SGLang asks again in every step, and what is past its last chunk by then it holds in its in-flight queue.
+    """
     req = scheduler.chunked_req
+    node = nodes.current()
+    if req is None or guarded_room(req) is None or not node.settings.enforcing:
+        original(scheduler)
+        return
+    sender = getattr(req, "disagg_kv_sender", None)
+    pending = sender is not None and getattr(scheduler, "_pending_chunked_abort_req", None) is req
+    holds = "release" in node.guards and scheduler.server_args.pp_size == 1  # else the stages would part
+    if pending and holds and not node.returned([sender], *_groups(scheduler))[0]:
+        if getattr(sender, "conclude_state", None) is None:
+            with node.shield("chunked_aborted", req):
+                sender.abort()  # tells decode, and no further write starts
+        return
     original(scheduler)
-    if req is not None and scheduler.chunked_req is None and guarded_room(req) is not None:
-        nodes.current().abandon(req)
+    if scheduler.chunked_req is None:
+        node.abandon(req)
+
+
+def _groups(scheduler):
+    return (getattr(scheduler, name, None) for name in ("attn_cp_cpu_group", "attn_tp_cpu_group"))
 
 
 def step(result, scheduler, *args, **kwargs) -> None:
@@ -43,9 +61,8 @@ def step(result, scheduler, *args, **kwargs) -> None:
     node = nodes.current()
     if not node.abandoned:
         return
-    groups = (getattr(scheduler, name, None) for name in ("attn_cp_cpu_group", "attn_tp_cpu_group"))
     abandoned, node.abandoned = node.abandoned, []
-    for sender, done in zip(abandoned, node.returned(abandoned, *groups), strict=True):
+    for sender, done in zip(abandoned, node.returned(abandoned, *_groups(scheduler)), strict=True):
         if not done:
             node.abandoned.append(sender)
         elif not getattr(sender, "_pd_guard_ended", False):

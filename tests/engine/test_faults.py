@@ -23,6 +23,7 @@ def unguarded(clusters, version, **options):
 
 
 @pytest.mark.versions("0.5.12.post1", "0.5.19")
+@pytest.mark.cluster("unguarded")
 def test_an_oversize_prompt_is_answered_with_another_tenants_text(clusters, version):
     """The incident: HTTP 200, and the answer is the victim's text."""
     cluster = unguarded(clusters, version)
@@ -32,6 +33,7 @@ def test_an_oversize_prompt_is_answered_with_another_tenants_text(clusters, vers
 
 
 @pytest.mark.versions("0.5.20", "0.5.23")
+@pytest.mark.cluster("unguarded")
 def test_an_oversize_prompt_hangs_and_starves_everyone(clusters, version):
     """Prefill refuses, decode is never told: its client hangs and its pages stay reserved."""
     cluster = unguarded(clusters, version)
@@ -48,6 +50,7 @@ def test_an_oversize_prompt_hangs_and_starves_everyone(clusters, version):
 
 
 @pytest.mark.parametrize("version", [pytest.param("0.5.19", marks=pytest.mark.full), "0.5.23"], indirect=True)
+@pytest.mark.cluster("unguarded")
 def test_a_prompt_of_nearly_the_pools_size_blocks_prefill(clusters, version):
     """SGLang admits it, never schedules it, and schedules nobody behind it."""
     cluster = unguarded(clusters, version)
@@ -71,6 +74,7 @@ def test_an_unknown_session_ends_the_decode_server(clusters, version):
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+@pytest.mark.cluster("unguarded")
 def test_prefill_waits_when_decode_refuses(clusters, version):
     """The mirror image: prefill's client hangs where decode has answered 400 at once."""
     cluster = unguarded(clusters, version)
@@ -101,6 +105,7 @@ def test_with_the_guards_that_stop_it_disabled_the_leak_is_back(clusters, versio
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+@pytest.mark.cluster("unguarded")
 def test_two_requests_in_one_room_get_each_others_text(clusters, version):
     """The newest release: two live requests with one bootstrap room and equally long prompts."""
     outcomes = list(same_room(unguarded(clusters, version), 6))
@@ -109,28 +114,17 @@ def test_two_requests_in_one_room_get_each_others_text(clusters, version):
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+@pytest.mark.cluster("unguarded")
 def test_several_samples_hang_on_decode(clusters, version):
     cluster = unguarded(clusters, version)
     _, decode = cluster.pair(secret(300, random.Random(1)), 8, extra={"sampling_params": {"n": 2}}, timeout=6)
     assert decode.status is None, decode
 
 
-@pytest.mark.parametrize("version", ["0.5.22"], indirect=True)
-def test_a_transfer_one_page_short_is_answered_all_the_same(clusters, version):
-    cluster = unguarded(clusters, version, env={"PD_RIG_FAULT": "short_transfer"})
-    prompt = secret(600, random.Random(2))
-    (cluster.fault_dir / "short_transfer").write_text("on")
-    _, decode = cluster.pair(prompt, 256)
-    (cluster.fault_dir / "short_transfer").unlink()
-    assert decode.status == 200
-    assert decode.text != echo(prompt, 256)
-    # What was read from pages that did arrive is right.
-    assert decode.text[:200] == echo(prompt, 200)
-
-
 @pytest.mark.parametrize(
     "version", [*(pytest.param(v, marks=pytest.mark.full) for v in ("0.5.18", "0.5.19", "0.5.20")), "0.5.23"], indirect=True
 )
+@pytest.mark.cluster("unguarded")
 def test_a_transfer_of_fewer_tokens_is_answered_all_the_same(clusters, version):
     """Prefill has read another, shorter prompt than decode."""
     cluster = unguarded(clusters, version)
@@ -141,6 +135,7 @@ def test_a_transfer_of_fewer_tokens_is_answered_all_the_same(clusters, version):
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+@pytest.mark.cluster("unguarded")
 def test_the_host_of_health_checks_leaks(clusters, version):
     """A client names it, nothing is transferred, and decode answers from what the pages held."""
     cluster = unguarded(clusters, version)

@@ -9,7 +9,7 @@ import pytest
 from pd_rig.client import get, run_concurrently
 from pd_rig.home import why_missing
 from pd_rig.model import echo
-from pd_rig.traffic import LARGE_WRITE, LATE_WRITES, SOON, aborts, late_write, secret
+from pd_rig.traffic import LARGE_WRITE, LATE_WRITES, LEAK, SOON, aborts, late_write, secret, shared_run
 
 pytestmark = pytest.mark.engine
 
@@ -80,6 +80,72 @@ def test_a_room_used_again_right_after_an_abort(clusters, version):
     delay.unlink()
     assert statuses[0] == 400 and statuses[-1] == 200
     cluster.wait_idle()
+
+
+@pytest.mark.parametrize("version", [*(pytest.param(v, marks=pytest.mark.full) for v in ("0.5.18", "0.5.20")), "0.5.23"], indirect=True)
+@pytest.mark.parametrize("guarded", [pytest.param(False, marks=pytest.mark.full), True])
+def test_source_pages_of_a_request_aborted_between_two_chunks(clusters, version, guarded):
+    """Prefill keeps them while the first chunk is being written; unguarded it gives them back."""
+    if reason := why_missing(version):
+        pytest.skip(reason)
+    cluster = clusters(version, guard=guarded, overlap=True, env=LATE_WRITES, common_args=["--chunked-prefill-size", "128"])
+    rng = random.Random(8)
+    delay, prefill = cluster.fault_dir / "slow_write", cluster.prefills[0]
+    delay.write_text("60 10000")
+    replies = []
+    asked = threading.Thread(target=lambda: replies.extend(cluster.pair(secret(3900, rng), 8, rid="chunked", timeout=30)))
+    asked.start()
+    while "slow_write" not in prefill.log_text():
+        time.sleep(0.005)
+    prefill.post("/abort_request", {"rid": "chunked"})
+    time.sleep(2)
+    used = prefill.used_pages()
+    delay.unlink()
+    asked.join()
+    assert [reply.status for reply in replies] != [200, 200]
+    assert (used > 0) == guarded
+    cluster.wait_idle(30)
+    prompt = secret(700, rng)
+    _, decode = cluster.pair(prompt, 8)
+    assert (decode.status, decode.text) == (200, echo(prompt, 8))
+
+
+@pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_chunk_that_is_queued_when_its_room_is_used_again(clusters, version, guarded):
+    """Prefill's worker finds an aborted request's chunk in the queue, and its room alive: unguarded, it writes it for the room's next use."""
+    cluster = small(clusters, version, guarded)
+    rng, room = random.Random(7), 78
+    first, former, following = (secret(size, rng) for size in (1000, 500, 500))
+    delay, log = cluster.fault_dir / "slow_write", cluster.prefills[0].log_text
+    before = log().count("slow_write")
+    delay.write_text(f"60 {LARGE_WRITE}")
+    threads = [threading.Thread(target=cluster.pair, args=(first, 8), kwargs={"timeout": 60})]
+    threads[0].start()
+    while log().count("slow_write") == before:
+        time.sleep(0.05)
+    threads.append(threading.Thread(target=cluster.pair, args=(former, 8), kwargs={"room": room, "rid": "former", "timeout": 60}))
+    threads[1].start()
+    time.sleep(1.5)  # its forward pass
+    for node in cluster.nodes:
+        node.post("/abort_request", {"rid": "former"})
+    time.sleep(1)
+    replies = []
+    threads.append(threading.Thread(target=lambda: replies.extend(cluster.pair(following, 256, room=room, timeout=30))))
+    threads[2].start()
+    time.sleep(1.5)
+    delay.unlink()
+    for thread in threads:
+        thread.join()
+    decode = replies[1]
+    if guarded:
+        assert decode.status == 400 and "is in use by another request" in decode.error, decode
+        _, decode = cluster.pair(following, 256, room=room)
+        assert (decode.status, decode.text) == (200, echo(following, 256))
+        cluster.wait_idle()
+    else:
+        assert decode.status == 200
+        assert len(shared_run(decode.text, former)) >= LEAK
 
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)

@@ -20,6 +20,7 @@ def text(tag: str, length: int) -> str:
     return lines[:length]
 
 
+@pytest.mark.cluster("unguarded")
 def test_pair_answers_exactly(clusters, version):
     cluster = clusters(version)
     # Around the model's reach and the page size, one longer than a decode page, and one that feeds on its own answer.
@@ -38,6 +39,7 @@ def test_pair_answers_exactly(clusters, version):
     assert cluster.used_pages() == {"prefill": 0, "decode": 0}
 
 
+@pytest.mark.cluster("unguarded")
 def test_concurrent_requests_stay_apart(clusters, version):
     from pd_rig.cluster import run_concurrently
 
@@ -48,6 +50,7 @@ def test_concurrent_requests_stay_apart(clusters, version):
     cluster.wait_idle()
 
 
+@pytest.mark.cluster("unguarded")
 def test_the_product_is_not_loaded_unasked(clusters, version):
     cluster = clusters(version)
     for node in cluster.nodes:

@@ -209,11 +209,14 @@ def stray_page() -> None:
     """Corrupt, once for each time that the control file appears, who owns a page that a running request is about to look at.
 
     Control file: ``row`` (its row of SGLang's map points at the same page of another request), ``freed`` (the page is freed
-    under it) or ``twice`` (the next two requests are given one page).
+    under it), ``lent`` (the next abort of another request gives the page back, and the next new request is given it) or
+    ``twice`` (the next two requests are given one page).
     """
+    import torch
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    state = {"done": False}
+    state = {"done": False, "batch": None, "given_back": None}
 
     def word(*which: str) -> str | None:
         words = control("stray_page")
@@ -224,6 +227,7 @@ def stray_page() -> None:
 
     def alloc_for_decode(result, batch, token_per_req):
         size, rows = batch.tree_cache.page_size, batch.req_to_token_pool.req_to_token
+        state["batch"] = batch
         what = word("row", "freed")
         if what is None or len(batch.reqs) < (2 if what == "row" else 1):
             return
@@ -239,17 +243,31 @@ def stray_page() -> None:
         state["done"] = True
         logger.warning("stray_page: %s of rid=%s", what, batch.reqs[0].rid)
 
-    def pre_alloc(original, queue, req, *args, **kwargs):
-        import torch
+    def release_kv_cache(result, req, *args, **kwargs):
+        batch = state["batch"]
+        if batch is None or not isinstance(req.finished_reason, FINISH_ABORT) or not word("lent"):
+            return
+        for running, slot, length in zip(batch.reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
+            if running is not req and not running.finished():
+                place = length - LAG + 2 * batch.tree_cache.page_size  # read some steps later
+                state["given_back"] = batch.req_to_token_pool.req_to_token[slot, place : place + 1].long() // batch.tree_cache.page_size
+                state["done"] = True
+                logger.warning("stray_page: lent, of rid=%s", running.rid)
+                return
 
+    def pre_alloc(original, queue, req, *args, **kwargs):
+        allocator, page = queue.token_to_kv_pool_allocator, state["given_back"]
         if word("twice"):
-            allocator = queue.token_to_kv_pool_allocator
-            allocator.free_pages = torch.cat([allocator.free_pages[:1], allocator.free_pages])
+            page = allocator.free_pages[:1]
             state["done"] = True
             logger.warning("stray_page: twice")
+        if page is not None:
+            state["given_back"] = None
+            allocator.free_pages = torch.cat([page.to(allocator.free_pages.dtype), allocator.free_pages])
         return original(queue, req, *args, **kwargs)
 
     HookRegistry.register("sglang.srt.mem_cache.allocation.alloc_for_decode", alloc_for_decode, HookType.AFTER)
+    HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", release_kv_cache, HookType.AFTER)
     HookRegistry.register("sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc", pre_alloc, HookType.AROUND)
 
 

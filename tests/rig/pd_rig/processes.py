@@ -90,7 +90,7 @@ class ServerProcess:
         return total
 
 
-def stop_all(servers: list[ServerProcess], patience: float = 2.0) -> None:
+def stop_all(servers: list[ServerProcess], patience: float = 0.5) -> None:
     """End the servers and all their descendants: TERM, and KILL for what is left after ``patience`` seconds."""
     victims = {p.pid: p for server in servers for p in server.tree()}
     for process in victims.values():
@@ -101,8 +101,8 @@ def stop_all(servers: list[ServerProcess], patience: float = 2.0) -> None:
         if process.is_running():
             _signal(process.kill)
     for server in servers:
-        server.wait(patience)
-    psutil.wait_procs(list(victims.values()), timeout=patience)
+        server.wait(5)
+    psutil.wait_procs(list(victims.values()), timeout=5)
 
 
 def _signal(send) -> None:
