@@ -57,19 +57,26 @@ def test_the_incident(clusters, version):
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 def test_two_requests_in_one_room(clusters, version):
-    cluster = on(clusters, version, fresh=True)
-    for outcome in same_room(cluster, 50):
-        assert outcome.leaks == []
-        if "Unexpected poll state" in cluster.prefills[0].log_text():
-            return  # SGLang has ended prefill's scheduler by itself, which the room guard, off here, prevents
-        for prompt, reply in zip(outcome.prompts, outcome.decode, strict=True):
-            if reply.status == 200:
-                assert reply.text == echo(prompt, 40)
-            elif reply.status is not None:  # SGLang may leave one without an answer, which the room guard, off here, prevents
-                assert reply.status == 500, reply
-                assert reply.seconds < SOON
-    cluster.wait_idle()
-    exact(cluster, 700, random.Random(1))
+    """Fifty pairs. SGLang's own schedulers may end over them, which the room guard, off here, prevents: then on new ones."""
+    tries = 0
+    for seed in range(6):
+        cluster = on(clusters, version, fresh=True)
+        for outcome in same_room(cluster, 50 - tries, seed=seed):
+            assert outcome.leaks == []
+            if any("Unexpected poll" in node.log_text() for node in cluster.nodes):
+                break
+            tries += 1
+            for prompt, reply in zip(outcome.prompts, outcome.decode, strict=True):
+                if reply.status == 200:
+                    assert reply.text == echo(prompt, 40)
+                elif reply.status is not None:  # SGLang may leave one without an answer, which the room guard prevents as well
+                    assert reply.status == 500, reply
+                    assert reply.seconds < SOON
+        else:
+            cluster.wait_idle()
+            exact(cluster, 700, random.Random(1))
+            break
+    assert tries >= 20, tries
 
 
 @pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.23"], indirect=True)

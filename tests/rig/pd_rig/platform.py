@@ -6,6 +6,8 @@ and every layer falls back to its native PyTorch form on it. Chosen by ``SGLANG_
 
 from __future__ import annotations
 
+from multiprocessing import context
+
 import psutil
 import torch
 from packaging.version import Version
@@ -90,9 +92,23 @@ def _give_included_routers_a_path() -> None:
         included.path = ""
 
 
+def _fork_the_detokenizer() -> None:
+    """SGLang spawns its processes, and each imports everything anew: ten seconds of a core. Schedulers stay so, for a guard must get into
+    them; the detokenizer, where no guard runs, is forked instead.
+    """
+    spawn = context.Process._Popen
+
+    def popen(process):
+        is_detokenizer = getattr(process._target, "__name__", "") == "run_detokenizer_process"
+        return (context.ForkProcess._Popen if is_detokenizer else spawn)(process)
+
+    context.Process._Popen = staticmethod(popen)
+
+
 def activate() -> str:
     """Entry point of the group ``sglang.srt.platforms``: prepare PyTorch, name the platform class."""
     torch_cpu.install()
+    _fork_the_detokenizer()
     if Version(sglang_version) < Version("0.5.18"):
         _give_included_routers_a_path()
     platform = CpuRigPlatform if hasattr(interface, "PlatformCapabilities") else LegacyCpuRigPlatform
