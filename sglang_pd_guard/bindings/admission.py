@@ -282,10 +282,29 @@ def retire_aborted_result(original, scheduler, req):
     if node.settings.runs("admission"):
         with node.shield("retire_aborted_result", req):
             node.refused(req, verdict_of(req) or FAULT, "forward")
+    if req.disagg_kv_sender is not None and node.keeps_source(req.disagg_kv_sender):
+        with node.shield("retire_aborted_result", req) as fault:
+            _keep_in_flight(scheduler, req)
+        if not fault[0]:
+            return False
     retired = original(scheduler, req)
     if retired and node.settings.runs("room"):
         node.abandon(req)
     return retired
+
+
+def _keep_in_flight(scheduler, req) -> None:
+    """Lets an aborted request wait in SGLang's in-flight queue until the writes of its earlier chunks have returned (`sender_polls`).
+    Its client is answered at once, and nothing of it enters the prefix cache."""
+    req.disagg_kv_sender.abort()
+    if req.to_finish is not None and not req.finished():
+        req.update_finish_state()
+    req._pd_guard_verdict = verdict_of(req)
+    req._pd_guard_tainted = req.skip_radix_cache_insert = True
+    req.pending_bootstrap = False
+    scheduler.clear_pending_chunk_send(req)
+    if all(other is not req for other in scheduler.disagg_prefill_inflight_queue):
+        scheduler.disagg_prefill_inflight_queue.append(req)
 
 
 def send_kv_chunk(original, scheduler, req, *args, **kwargs):
@@ -303,4 +322,6 @@ def send_kv_chunk(original, scheduler, req, *args, **kwargs):
     with node.shield("send_kv_chunk", req):
         node.refused(req, verdict, "hand-off")
     req.disagg_kv_sender.abort()  # its next poll is Failed, and the in-flight queue retires it
+    if hasattr(scheduler, "clear_pending_chunk_send"):
+        scheduler.clear_pending_chunk_send(req)
     return None

@@ -413,6 +413,18 @@ class Node:
         """prefill: of each sender, whether no write of its request is queued or under way on any rank of the groups."""
         return on_all_ranks([self.writes.returned(getattr(sender, "_pd_guard_request", None)) for sender in senders], *groups)
 
+    def groups(self) -> tuple:
+        """The groups of ranks that step together."""
+        return tuple(getattr(self.scheduler, name, None) for name in ("attn_cp_cpu_group", "attn_tp_cpu_group"))
+
+    def keeps_source(self, sender) -> bool:
+        """prefill: whether the pages of this sender's request must stay, since a chunk of it is being written on some rank. A
+        collective. Never with pipeline parallelism, where the stages would part.
+        """
+        if "release" not in self.guards or not self.settings.enforcing or self.scheduler.server_args.pp_size > 1:
+            return False
+        return not self.returned([sender], *self.groups())[0]
+
     def drain_asked(self, message: Drain) -> None:
         with self._drain_lock:
             self._drain_asked.setdefault(message.nonce, {})[message.endpoint] = message

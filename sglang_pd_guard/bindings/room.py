@@ -32,17 +32,14 @@ def waiting_aborted(original, scheduler, *args, **kwargs):
 
 def chunked_aborted(original, scheduler) -> None:
     """prefill. So it does with a request that it ends between two chunks; not while a chunk of it is being written, for its pages go
-    with it. SGLang asks again in every step, and what is past its last chunk by then it holds in its in-flight queue.
+    with it. SGLang asks again in every step; what is past its last chunk by then, `retire_aborted_result` keeps.
     """
-    req = scheduler.chunked_req
-    node = nodes.current()
-    if req is None or guarded_room(req) is None or not node.settings.enforcing:
+    node, req = nodes.current(), scheduler.chunked_req
+    sender = getattr(req, "disagg_kv_sender", None)
+    if sender is None or guarded_room(req) is None or getattr(scheduler, "_pending_chunked_abort_req", None) is not req:
         original(scheduler)
         return
-    sender = getattr(req, "disagg_kv_sender", None)
-    pending = sender is not None and getattr(scheduler, "_pending_chunked_abort_req", None) is req
-    holds = "release" in node.guards and scheduler.server_args.pp_size == 1  # else the stages would part
-    if pending and holds and not node.returned([sender], *_groups(scheduler))[0]:
+    if node.keeps_source(sender):
         if getattr(sender, "conclude_state", None) is None:
             with node.shield("chunked_aborted", req):
                 sender.abort()  # tells decode, and no further write starts
@@ -52,17 +49,13 @@ def chunked_aborted(original, scheduler) -> None:
         node.abandon(req)
 
 
-def _groups(scheduler):
-    return (getattr(scheduler, name, None) for name in ("attn_cp_cpu_group", "attn_tp_cpu_group"))
-
-
 def step(result, scheduler, *args, **kwargs) -> None:
     """prefill, once a step, alike on all ranks: clears what SGLang has forgotten once its last write has returned."""
     node = nodes.current()
     if not node.abandoned:
         return
     abandoned, node.abandoned = node.abandoned, []
-    for sender, done in zip(abandoned, node.returned(abandoned, *_groups(scheduler)), strict=True):
+    for sender, done in zip(abandoned, node.returned(abandoned, *node.groups()), strict=True):
         if not done:
             node.abandoned.append(sender)
         elif not getattr(sender, "_pd_guard_ended", False):
