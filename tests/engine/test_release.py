@@ -95,7 +95,7 @@ def test_source_pages_of_a_request_aborted_between_two_chunks(clusters, version,
     replies = []
     asked = threading.Thread(target=lambda: replies.extend(cluster.pair(secret(3900, rng), 8, rid="chunked", timeout=30)))
     asked.start()
-    while "slow_write" not in prefill.log_text():
+    while "slow_write: " not in prefill.log_text():
         time.sleep(0.005)
     prefill.post("/abort_request", {"rid": "chunked"})
     used = []
