@@ -70,7 +70,7 @@ def test_two_prefills_a_slow_write_and_a_dead_node(clusters, rig_version):
     (cluster.fault_dir / "slow_write").unlink()
     assert slow.text == echo(prompt[::-1], 40)
     assert slow.seconds >= 3
-    assert "slow_write" in cluster.prefills[0].log_text()
+    assert "slow_write: " in cluster.prefills[0].log_text()
     cluster.wait_idle()
 
     processes = [p for server in cluster.servers for p in server.tree()]
