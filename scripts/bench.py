@@ -1,6 +1,6 @@
 """What the guard costs: a guarded and an unguarded pair of the same SGLang, measured by turns in one run.
 
-    scripts/bench.sh [--version V] [--rounds N] [--flags "FLAG ..."]
+    scripts/bench.sh [--version V] [--rounds N] [--flags="FLAG ..."]
 
 Both clusters are up all the time; the one that is not measured is stopped (SIGSTOP), so it takes no processor. Each
 round measures unguarded, guarded, guarded, unguarded. Printed are the ratios guarded/unguarded of each round's medians:

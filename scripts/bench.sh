@@ -3,7 +3,7 @@
 # With --batch: what the limit on one write brings and costs; see scripts/bench_batch.py.
 # With --ownership: what the look at a batch's pages costs by itself; see scripts/bench_ownership.py.
 #
-#   scripts/bench.sh [--version V] [--rounds N] [--flags "FLAG ..."]
+#   scripts/bench.sh [--version V] [--rounds N] [--flags="FLAG ..."]
 #   scripts/bench.sh --batch [--version V] [--rounds N] [--mib M] [--wire W]
 #   scripts/bench.sh --ownership [--device cpu|cuda] [--rounds N]
 set -euo pipefail
