@@ -22,7 +22,9 @@ def small(clusters, version, guard, env=LATE_WRITES):
     )
 
 
-@pytest.mark.parametrize("version", ["0.5.18", pytest.param("0.5.20", marks=pytest.mark.full), "0.5.23"], indirect=True)
+@pytest.mark.parametrize(
+    "version", ["0.5.18", *(pytest.param(v, marks=pytest.mark.full) for v in ("0.5.19", "0.5.20", "0.5.21", "0.5.22")), "0.5.23"], indirect=True
+)
 def test_unguarded_a_late_write_lands_in_the_next_owners_pages(clusters, version):
     cluster = small(clusters, version, False)
     assert "wrong" in [outcome for seed in range(3) for outcome in late_write(cluster, seed)]
