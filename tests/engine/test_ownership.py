@@ -218,10 +218,14 @@ def test_turns_after_a_retraction(clusters, version):
 @pytest.mark.timeout(600 + 60 * SOAK_MINUTES)
 @VERSIONS
 def test_mixed_traffic_alarms_nobody(clusters, version):
-    """All guards, small pools, small chunks, the prefix cache on both nodes, clients that leave: PD_GUARD_SOAK_MINUTES, 2 by default."""
+    """All guards, small pools, small chunks, the prefix cache on both nodes, clients that leave: PD_GUARD_SOAK_MINUTES, 2 by default.
+
+    0.5.20 by itself ends its decode within minutes of that ("FULL segment release hit lock_ref=0"), so it has no prefix cache there.
+    """
+    cached = [] if version == "0.5.20" else ["--disaggregation-decode-enable-radix-cache"]
     cluster = clusters(
         version, guard=True, decode_tokens=4096, prefill_tokens=4096, common_args=["--chunked-prefill-size", "512"],
-        decode_args=["--num-reserved-decode-tokens", "64", "--disaggregation-decode-enable-radix-cache"],
+        decode_args=["--num-reserved-decode-tokens", "64", *cached],
     )  # fmt: skip
     end = time.monotonic() + 60 * SOAK_MINUTES
     rng = random.Random(8)
