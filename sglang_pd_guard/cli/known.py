@@ -89,7 +89,7 @@ WEAKNESSES: tuple[Weakness, ...] = (
         "former owners' KV",
         "receipt",
         (38704,),
-        seen=("0.5.22",),
+        seen=("0.5.22", "0.5.23"),
     ),
     Weakness(
         "stale-row",
@@ -117,7 +117,7 @@ WEAKNESSES: tuple[Weakness, ...] = (
         "pages of an aborted transfer are lent to others at once, while prefill may still write to them: wrong answers, no error",
         "release",
         (24527, 24578, 27372, 32564, 35049),
-        seen=("0.5.18", "0.5.20"),
+        seen=("0.5.18", "0.5.19", "0.5.20"),
         until="0.5.20",
     ),
     Weakness(
@@ -125,7 +125,7 @@ WEAKNESSES: tuple[Weakness, ...] = (
         'the same once 30 s are over: "releasing anyway", whether or not prefill has stopped',
         "release",
         (37077, 38961),
-        seen=("0.5.23",),
+        seen=("0.5.21", "0.5.22", "0.5.23"),
         since="0.5.21",
     ),
     Weakness(
