@@ -295,7 +295,8 @@ def retire_aborted_result(original, scheduler, req):
 
 def _keep_in_flight(scheduler, req) -> None:
     """Lets an aborted request wait in SGLang's in-flight queue until the writes of its earlier chunks have returned (`sender_polls`).
-    Its client is answered at once, and nothing of it enters the prefix cache."""
+    Its client is answered at once, and nothing of it enters the prefix cache.
+    """
     req.disagg_kv_sender.abort()
     if req.to_finish is not None and not req.finished():
         req.update_finish_state()

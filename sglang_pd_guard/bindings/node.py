@@ -421,7 +421,7 @@ class Node:
         """prefill: whether the pages of this sender's request must stay, since a chunk of it is being written on some rank. A
         collective. Never with pipeline parallelism, where the stages would part.
         """
-        if "release" not in self.guards or not self.settings.enforcing or self.scheduler.server_args.pp_size > 1:
+        if not self._holds_failed or self.scheduler.server_args.pp_size > 1:
             return False
         return not self.returned([sender], *self.groups())[0]
 

@@ -7,16 +7,23 @@ import time
 
 import pytest
 from pd_rig.client import get, run_concurrently
-from pd_rig.home import why_missing
 from pd_rig.model import echo
-from pd_rig.traffic import LARGE_WRITE, LATE_WRITES, LEAK, SOON, aborts, late_write, secret, shared_run
+from pd_rig.traffic import (
+    LARGE_WRITE,
+    LATE_WRITES,
+    LEAK,
+    SOON,
+    aborts,
+    late_write,
+    secret,
+    shared_run,
+    until_its_write_waits,
+)
 
 pytestmark = pytest.mark.engine
 
 
 def small(clusters, version, guard, env=LATE_WRITES):
-    if reason := why_missing(version):
-        pytest.skip(reason)
     return clusters(
         version, guard=guard, env=env, decode_tokens=2560, decode_args=["--num-reserved-decode-tokens", "16"]
     )
@@ -88,23 +95,16 @@ def test_a_room_used_again_right_after_an_abort(clusters, version):
 @pytest.mark.parametrize("guarded", [pytest.param(False, marks=pytest.mark.full), True])
 def test_source_pages_of_a_request_aborted_between_two_chunks(clusters, version, guarded):
     """Prefill keeps them while the first chunk is being written; unguarded it gives them back."""
-    if reason := why_missing(version):
-        pytest.skip(reason)
     cluster = clusters(version, guard=guarded, overlap=True, env=LATE_WRITES, common_args=["--chunked-prefill-size", "128"])
     rng = random.Random(8)
-    delay, prefill = cluster.fault_dir / "slow_write", cluster.prefills[0]
-    delay.write_text("60 10000")
-    replies = []
-    asked = threading.Thread(target=lambda: replies.extend(cluster.pair(secret(3900, rng), 8, rid="chunked", timeout=30)))
-    asked.start()
-    while "slow_write: " not in prefill.log_text():
-        time.sleep(0.005)
+    prefill, replies = cluster.prefills[0], []
+    asked = until_its_write_waits(cluster, lambda: replies.extend(cluster.pair(secret(3900, rng), 8, rid="chunked", timeout=30)), 10_000)
     prefill.post("/abort_request", {"rid": "chunked"})
     used = []
     for _ in range(24):  # past its last chunk as well
         time.sleep(0.25)
         used.append(prefill.used_pages())
-    delay.unlink()
+    (cluster.fault_dir / "slow_write").unlink()
     asked.join()
     assert [reply.status for reply in replies] != [200, 200]
     assert (min(used) > 0) == guarded, used
@@ -121,13 +121,7 @@ def test_a_chunk_that_is_queued_when_its_room_is_used_again(clusters, version, g
     cluster = small(clusters, version, guarded)
     rng, room = random.Random(7), 78
     first, former, following = (secret(size, rng) for size in (1000, 500, 500))
-    delay, log = cluster.fault_dir / "slow_write", cluster.prefills[0].log_text
-    before = log().count("slow_write")
-    delay.write_text(f"60 {LARGE_WRITE}")
-    threads = [threading.Thread(target=cluster.pair, args=(first, 8), kwargs={"timeout": 60})]
-    threads[0].start()
-    while log().count("slow_write") == before:
-        time.sleep(0.05)
+    threads = [until_its_write_waits(cluster, lambda: cluster.pair(first, 8, timeout=60))]
     threads.append(threading.Thread(target=cluster.pair, args=(former, 8), kwargs={"room": room, "rid": "former", "timeout": 60}))
     threads[1].start()
     time.sleep(1.5)  # its forward pass
@@ -138,7 +132,7 @@ def test_a_chunk_that_is_queued_when_its_room_is_used_again(clusters, version, g
     threads.append(threading.Thread(target=lambda: replies.extend(cluster.pair(following, 256, room=room, timeout=30))))
     threads[2].start()
     time.sleep(1.5)
-    delay.unlink()
+    (cluster.fault_dir / "slow_write").unlink()
     for thread in threads:
         thread.join()
     decode = replies[1]
@@ -157,8 +151,6 @@ def test_a_peer_that_hangs_and_peers_that_are_killed(clusters, version):
     """No page is given back early, none is lost for good, no answer is wrong; a decode that has too much of its pool in
     quarantine admits nothing, and says so.
     """
-    if reason := why_missing(version):
-        pytest.skip(reason)
     env = LATE_WRITES | {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}
     cluster = clusters(version, guard=["--pd-guard-max-quarantined", "0.1"], env=env, fresh=True)
     rng = random.Random(6)

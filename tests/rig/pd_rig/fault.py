@@ -247,10 +247,11 @@ def stray_page() -> None:
         batch = state["batch"]
         if batch is None or not isinstance(req.finished_reason, FINISH_ABORT) or not word("lent"):
             return
+        size, rows = batch.tree_cache.page_size, batch.req_to_token_pool.req_to_token
         for running, slot, length in zip(batch.reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
             if running is not req and not running.finished():
-                place = length - LAG + 2 * batch.tree_cache.page_size  # read some steps later
-                state["given_back"] = batch.req_to_token_pool.req_to_token[slot, place : place + 1].long() // batch.tree_cache.page_size
+                place = length - LAG + 2 * size  # read some steps later
+                state["given_back"] = rows[slot, place : place + 1].long() // size
                 state["done"] = True
                 logger.warning("stray_page: lent, of rid=%s", running.rid)
                 return

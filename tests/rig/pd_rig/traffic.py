@@ -8,7 +8,7 @@ import random
 import string
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Literal
@@ -148,6 +148,20 @@ def same_room(cluster: Cluster, tries: int, *, seed: int = 3, timeout: float = 8
         yield SameRoom(prompts, list(prefill), list(decode), [run for run in runs if len(run) >= LEAK])
 
 
+def until_its_write_waits(cluster: Cluster, send: Callable[[], object], size: int = LARGE_WRITE) -> threading.Thread:
+    """Delays writes of `size` bytes and more until the control file of ``slow_write`` goes, and sends in a thread, which is returned
+    once a write waits.
+    """
+    log = cluster.prefills[0].log_text
+    before = log().count("slow_write: ")
+    (cluster.fault_dir / "slow_write").write_text(f"60 {size}")
+    sent = threading.Thread(target=send)
+    sent.start()
+    while log().count("slow_write: ") == before:
+        time.sleep(0.01)
+    return sent
+
+
 def late_write(cluster: Cluster, seed: int, aborted_at: Literal["both", "prefill"] = "both") -> list[str]:
     """Two requests run and grow into the pages of a third, which is aborted while its write is delayed; the write arrives
     when they are nearly done. Returns of each of the two whether its answer is ``exact``, ``wrong``, or ``cut`` short by an error.
@@ -166,20 +180,13 @@ def late_write(cluster: Cluster, seed: int, aborted_at: Literal["both", "prefill
         thread.start()
     while not all(got):
         time.sleep(0.05)
-    delay = cluster.fault_dir / "slow_write"
-    log = cluster.prefills[0].log_text
-    before = log().count("slow_write")
-    delay.write_text(f"60 {LARGE_WRITE}")
-    aborted = threading.Thread(target=cluster.pair, args=(secret(1000, rng), 8), kwargs={"rid": f"aborted-{seed}"})
-    aborted.start()
-    while log().count("slow_write") == before:
-        time.sleep(0.05)
+    aborted = until_its_write_waits(cluster, lambda: cluster.pair(secret(1000, rng), 8, rid=f"aborted-{seed}"))
     # By name: SGLang looks only every four seconds whether a client is still there.
     for node in cluster.nodes if aborted_at == "both" else cluster.prefills:
         node.post("/abort_request", {"rid": f"aborted-{seed}"})
     while max(len("".join(g)) for g in got) < 780 and any(t.is_alive() for t in threads):
         time.sleep(0.05)
-    delay.unlink()
+    (cluster.fault_dir / "slow_write").unlink()
     for thread in [*threads, aborted]:
         thread.join()
     pairs = [("".join(pieces), echo(prompt, n)) for prompt, pieces in zip(prompts, got, strict=True)]
