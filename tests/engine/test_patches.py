@@ -150,9 +150,12 @@ def test_a_transfer_of_fewer_tokens_is_refused_on_decode(clusters, patched, vers
 
 @pytest.mark.parametrize("version", [LAST])
 def test_one_room_twice(clusters, patched, version):
-    """No answer with the other's text, and every client is answered."""
-    cluster = clusters(version, sglang=patched(version))
-    for outcome in same_room(cluster, 6):
+    """No answer with the other's text, and every client is answered: where the nodes did not see both requests together, by SGLang's
+    timeouts.
+    """
+    timeouts = {f"SGLANG_DISAGGREGATION_{name}_TIMEOUT": "5" for name in ("BOOTSTRAP", "WAITING")}
+    cluster = clusters(version, sglang=patched(version), env=timeouts)
+    for outcome in same_room(cluster, 6, timeout=20):
         assert outcome.leaks == []
         for reply, prompt in zip(outcome.decode, outcome.prompts, strict=True):
             assert reply.status in (400, 500) or reply.text == echo(prompt, 40)
