@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from pd_rig.home import why_missing
 
 from sglang_pd_guard.cli.main import main
 
@@ -11,12 +10,6 @@ pytestmark = pytest.mark.engine
 
 #: One limit for both, within both pools.
 FITS = {"prefill_tokens": 8192, "common_args": ["--context-length", "4096"]}
-
-
-def cluster_of(clusters, version, **options):
-    if reason := why_missing(version):
-        pytest.skip(reason)
-    return clusters(version, **options)
 
 
 def audit(capsys, cluster, *args, named=True):
@@ -41,7 +34,7 @@ def rules(report):
 @pytest.mark.cluster("unguarded")
 def test_the_mismatch_of_the_incident_is_an_error(clusters, version, then, capsys):
     """Prefill 4,096 tokens, decode 8,192: named with both numbers and the flag to change."""
-    cluster = cluster_of(clusters, version)
+    cluster = clusters(version)
     status, report = audit(capsys, cluster)
     assert status == 1
     (finding,) = [f for f in report["findings"] if f["rule"] == "capacity"]
@@ -60,7 +53,7 @@ def test_the_mismatch_of_the_incident_is_an_error(clusters, version, then, capsy
 @pytest.mark.parametrize("version", [pytest.param("0.5.18", marks=pytest.mark.full), "0.5.23"], indirect=True)
 @pytest.mark.cluster("guarded")
 def test_a_guarded_mismatch_is_a_warning(clusters, version, capsys):
-    cluster = cluster_of(clusters, version, guard=True)
+    cluster = clusters(version, guard=True)
     status, report = audit(capsys, cluster)
     assert status == 1
     assert {f["severity"] for f in report["findings"]} == {"warning"}
@@ -79,7 +72,7 @@ def test_a_guarded_mismatch_is_a_warning(clusters, version, capsys):
 @pytest.mark.full
 @pytest.mark.each
 def test_a_pair_that_fits_has_no_finding(clusters, version, capsys):
-    cluster = cluster_of(clusters, version, guard=True, allow_mismatch=False, **FITS)
+    cluster = clusters(version, guard=True, allow_mismatch=False, **FITS)
     status, report = audit(capsys, cluster)
     expected = {"disabled", "release"} if version == "0.5.12.post1" else set()
     assert rules(report) == expected
@@ -88,7 +81,7 @@ def test_a_pair_that_fits_has_no_finding(clusters, version, capsys):
 
 @pytest.mark.full
 def test_a_server_that_is_gone_is_told(clusters, rig_version, capsys):
-    cluster = cluster_of(clusters, rig_version, guard=True, fresh=True)
+    cluster = clusters(rig_version, guard=True, fresh=True)
     cluster.kill(cluster.decode)
     status, report = audit(capsys, cluster)
     assert status == 2

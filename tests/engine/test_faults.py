@@ -9,24 +9,17 @@ import time
 
 import pytest
 from pd_rig.client import run_concurrently
-from pd_rig.home import why_missing
 from pd_rig.model import echo
 from pd_rig.traffic import LEAK, attack, same_room, secret, shared_run
 
 pytestmark = pytest.mark.engine
 
 
-def unguarded(clusters, version, **options):
-    if reason := why_missing(version):
-        pytest.skip(reason)
-    return clusters(version, **options)
-
-
 @pytest.mark.versions("0.5.12.post1", "0.5.19")
 @pytest.mark.cluster("unguarded")
 def test_an_oversize_prompt_is_answered_with_another_tenants_text(clusters, version):
     """The incident: HTTP 200, and the answer is the victim's text."""
-    cluster = unguarded(clusters, version)
+    cluster = clusters(version)
     campaign = attack(cluster, 50, timeout=10, stop_at_leak=True)
     assert campaign.leaks, f"no leak in {len(campaign.refusals)} attacks"
     assert campaign.refusals[-1].status == 200
@@ -36,7 +29,7 @@ def test_an_oversize_prompt_is_answered_with_another_tenants_text(clusters, vers
 @pytest.mark.cluster("unguarded")
 def test_an_oversize_prompt_hangs_and_starves_everyone(clusters, version):
     """Prefill refuses, decode is never told: its client hangs and its pages stay reserved."""
-    cluster = unguarded(clusters, version)
+    cluster = clusters(version)
     prompt = secret(1000, random.Random(1))
     attackers = [threading.Thread(target=cluster.complete, args=("0" * 5000, 8, 15)) for _ in range(3)]
     for thread in attackers:
@@ -53,7 +46,7 @@ def test_an_oversize_prompt_hangs_and_starves_everyone(clusters, version):
 @pytest.mark.cluster("unguarded")
 def test_a_prompt_of_nearly_the_pools_size_blocks_prefill(clusters, version):
     """SGLang admits it, never schedules it, and schedules nobody behind it."""
-    cluster = unguarded(clusters, version)
+    cluster = clusters(version)
     stuck = threading.Thread(target=cluster.pair, args=("0" * 4050, 8), kwargs={"timeout": 12})
     stuck.start()
     time.sleep(1)
@@ -66,7 +59,7 @@ def test_a_prompt_of_nearly_the_pools_size_blocks_prefill(clusters, version):
 @pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
 def test_an_unknown_session_ends_the_decode_server(clusters, version):
     """One request of any client, and the scheduler process dies."""
-    cluster = unguarded(clusters, version, fresh=True, router=False)
+    cluster = clusters(version, fresh=True, router=False)
     extra = {"session_params": {"id": "no-such-session"}}
     cluster.pair("0" * 500, 8, extra=extra, timeout=10, which="decode")
     assert cluster.decode.wait(60) != 0
@@ -77,7 +70,7 @@ def test_an_unknown_session_ends_the_decode_server(clusters, version):
 @pytest.mark.cluster("unguarded")
 def test_prefill_waits_when_decode_refuses(clusters, version):
     """The mirror image: prefill's client hangs where decode has answered 400 at once."""
-    cluster = unguarded(clusters, version)
+    cluster = clusters(version)
     prefill, decode = cluster.pair("0" * 8500, 8, prefill_prompt=secret(500, random.Random(3)), timeout=6)
     assert decode.status == 400
     assert prefill.status is None
@@ -86,7 +79,7 @@ def test_prefill_waits_when_decode_refuses(clusters, version):
 @pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
 def test_observe_mode_counts_and_changes_nothing(clusters, version):
     """With the guard in observe mode the leak is there as without it, but it is counted and logged."""
-    cluster = unguarded(clusters, version, guard=["--pd-guard-mode", "observe"])
+    cluster = clusters(version, guard=["--pd-guard-mode", "observe"])
     campaign = attack(cluster, 50, timeout=10, stop_at_leak=True)
     assert campaign.leaks
     metrics = cluster.prefills[0].metrics()
@@ -97,7 +90,7 @@ def test_observe_mode_counts_and_changes_nothing(clusters, version):
 
 @pytest.mark.parametrize("version", ["0.5.19"], indirect=True)
 def test_with_the_guards_that_stop_it_disabled_the_leak_is_back(clusters, version):
-    cluster = unguarded(clusters, version, guard=["--pd-guard-disable", "admission,receipt,ownership"])
+    cluster = clusters(version, guard=["--pd-guard-disable", "admission,receipt,ownership"])
     assert attack(cluster, 50, timeout=10, stop_at_leak=True).leaks
     prompts = [secret(500, random.Random(i)) for i in range(8)]
     replies = run_concurrently([lambda p=p: cluster.complete(p, 8) for p in prompts], 4)
@@ -108,7 +101,7 @@ def test_with_the_guards_that_stop_it_disabled_the_leak_is_back(clusters, versio
 @pytest.mark.cluster("unguarded")
 def test_two_requests_in_one_room_get_each_others_text(clusters, version):
     """The newest release: two live requests with one bootstrap room and equally long prompts."""
-    outcomes = list(same_room(unguarded(clusters, version), 6))
+    outcomes = list(same_room(clusters(version), 6))
     assert any(outcome.leaks for outcome in outcomes)
     assert any(reply.status is None for outcome in outcomes for reply in outcome.decode)
 
@@ -116,7 +109,7 @@ def test_two_requests_in_one_room_get_each_others_text(clusters, version):
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 @pytest.mark.cluster("unguarded")
 def test_several_samples_hang_on_decode(clusters, version):
-    cluster = unguarded(clusters, version)
+    cluster = clusters(version)
     _, decode = cluster.pair(secret(300, random.Random(1)), 8, extra={"sampling_params": {"n": 2}}, timeout=6)
     assert decode.status is None, decode
 
@@ -127,7 +120,7 @@ def test_several_samples_hang_on_decode(clusters, version):
 @pytest.mark.cluster("unguarded")
 def test_a_transfer_of_fewer_tokens_is_answered_all_the_same(clusters, version):
     """Prefill has read another, shorter prompt than decode."""
-    cluster = unguarded(clusters, version)
+    cluster = clusters(version)
     prompt, other = secret(3000, random.Random(4)), secret(2000, random.Random(5))
     _, decode = cluster.pair(prompt, 64, prefill_prompt=other)
     assert decode.status == 200
@@ -138,7 +131,7 @@ def test_a_transfer_of_fewer_tokens_is_answered_all_the_same(clusters, version):
 @pytest.mark.cluster("unguarded")
 def test_the_host_of_health_checks_leaks(clusters, version):
     """A client names it, nothing is transferred, and decode answers from what the pages held."""
-    cluster = unguarded(clusters, version)
+    cluster = clusters(version)
     rng = random.Random(1)
     victims = [secret(1000, rng) for _ in range(9)]
     for victim in victims:
@@ -154,7 +147,7 @@ def test_the_host_of_health_checks_leaks(clusters, version):
 
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 def test_a_negative_room_ends_prefill(clusters, version):
-    cluster = unguarded(clusters, version, fresh=True)
+    cluster = clusters(version, fresh=True)
     prefill, _ = cluster.pair("a" * 300, 4, room=-5, timeout=6)
     assert prefill.status is None, prefill
     assert "OverflowError" in cluster.prefills[0].log_text()

@@ -9,7 +9,6 @@ from urllib.parse import quote
 import pytest
 import yaml
 from pd_rig.client import get
-from pd_rig.home import why_missing
 from pd_rig.ports import PortPool
 from pd_rig.processes import ServerProcess, stop_all
 from pd_rig.traffic import same_room
@@ -80,8 +79,6 @@ def firing(ask):
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 @pytest.mark.cluster("guarded")
 def test_an_attack_raises_its_alert(clusters, version, prometheus):
-    if reason := why_missing(version):
-        pytest.skip(reason)
     cluster = clusters(version, guard=True)
     if any('{guard="room"' in node.metrics() for node in cluster.nodes):  # a test before this one did the same
         cluster = clusters(version, guard=True, fresh=True)

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from pd_rig.home import why_missing
 from pd_rig.traffic import SOON
 
 from sglang_pd_guard.cli.main import main
@@ -13,8 +12,6 @@ pytestmark = pytest.mark.engine
 
 def probe(clusters, version, folder, *args, native=False, **options):
     """(exit status, report) of a run against a new or idle cluster."""
-    if reason := why_missing(version):
-        pytest.skip(reason)
     cluster = clusters(version, **options)
     if native:
         args = ("--prefill", cluster.prefills[0].url, "--decode", cluster.decode.url, *args)

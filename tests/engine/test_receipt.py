@@ -5,7 +5,6 @@ import re
 
 import pytest
 from pd_rig.client import run_concurrently
-from pd_rig.home import why_missing
 from pd_rig.model import echo
 from pd_rig.traffic import SOON, attack, same_room, secret
 
@@ -18,8 +17,6 @@ ABORT = "Nothing was generated. Please retry"
 
 
 def on(clusters, version, **options):
-    if reason := why_missing(version):
-        pytest.skip(reason)
     return clusters(version, **({"guard": ALONE, "env": FAULTS} | options))
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-from pd_rig.home import why_missing
 from pd_rig.model import echo
 from pd_rig.traffic import SOON, same_room, secret
 
@@ -17,8 +16,6 @@ FAULTS = {"PD_RIG_FAULT": "late_status,lost_slot,slow_write"}
 
 @pytest.fixture
 def cluster(version, clusters):
-    if reason := why_missing(version):
-        pytest.skip(reason)
     return clusters(version, guard=True, env=FAULTS)
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from pd_rig.client import get, post
-from pd_rig.home import rig_python, why_missing
+from pd_rig.home import rig_python
 from pd_rig.model import echo
 from pd_rig.ports import PortPool
 from pd_rig.processes import ServerProcess, stop_all
@@ -58,8 +58,6 @@ def ask(url, prompt):
 @pytest.mark.parametrize("version", ["0.5.23"], indirect=True)
 @pytest.mark.cluster("guarded")
 def test_refusals_do_not_open_the_circuit_breaker(clusters, version, router):
-    if reason := why_missing(version):
-        pytest.skip(reason)
     cluster = clusters(version, guard=True)
     url, prompt = router(cluster), secret(500, random.Random(5))
     assert [ask(url, "0" * (cluster.prefill_limit + i)).status for i in range(4 * THRESHOLD)] == [400] * 4 * THRESHOLD

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from pd_rig.home import why_missing
 from pd_rig.model import echo
 from pd_rig.traffic import SOON, attack, healthy, secret
 
@@ -31,8 +30,6 @@ VARIANTS = [
 
 
 def guarded(clusters, version, **options):
-    if reason := why_missing(version):
-        pytest.skip(reason)
     return clusters(version, **({"guard": True} | options))
 
 
@@ -95,8 +92,6 @@ def test_an_unguarded_peer(clusters, version, side):
             **{f"{side}_env": unguarded_env, f"{guarded_side}_args": [*flags, "--pd-guard-peer", peer]},
         )
 
-    if reason := why_missing(version):
-        pytest.skip(reason)
     prompt = secret(700, random.Random(4))
     cluster = cluster_with("require")
     prefill, decode = cluster.pair(prompt, 8, timeout=20)
