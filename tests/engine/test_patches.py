@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 from pd_rig.home import environment, overlay, rig_python, why_missing
 from pd_rig.model import echo
-from pd_rig.traffic import LATE_WRITES, SOON, aborts, attack, healthy, late_write, same_room, secret
+from pd_rig.traffic import (
+    LATE_WRITES,
+    SOON,
+    aborts,
+    attack,
+    healthy,
+    late_write,
+    room_of_a_queued_chunk,
+    same_room,
+    secret,
+)
 
 from sglang_pd_guard.cli import patch
 from sglang_pd_guard.cli.main import main
@@ -179,6 +189,9 @@ def test_a_late_write_lands_where_nobody_reads(clusters, patched, version):
     )
     for seed in range(2):
         assert late_write(cluster, seed) == ["exact", "exact"]
+    if "former-chunk" in _names(patched(version)):
+        _, prompt, reply = room_of_a_queued_chunk(cluster, room=78)
+        assert (reply.status, reply.text) == (200, echo(prompt, 256))
     answered, wrong = aborts(cluster, 40, seed=9)
     assert wrong == []
     assert answered > 20

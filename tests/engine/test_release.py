@@ -15,6 +15,7 @@ from pd_rig.traffic import (
     SOON,
     aborts,
     late_write,
+    room_of_a_queued_chunk,
     secret,
     shared_run,
     until_its_write_waits,
@@ -119,26 +120,10 @@ def test_source_pages_of_a_request_aborted_between_two_chunks(clusters, version,
 def test_a_chunk_that_is_queued_when_its_room_is_used_again(clusters, version, guarded):
     """Prefill's worker finds an aborted request's chunk in the queue, and its room alive: unguarded, it writes it for the room's next use."""
     cluster = small(clusters, version, guarded)
-    rng, room = random.Random(7), 78
-    first, former, following = (secret(size, rng) for size in (1000, 500, 500))
-    threads = [until_its_write_waits(cluster, lambda: cluster.pair(first, 8, timeout=60))]
-    threads.append(threading.Thread(target=cluster.pair, args=(former, 8), kwargs={"room": room, "rid": "former", "timeout": 60}))
-    threads[1].start()
-    time.sleep(1.5)  # its forward pass
-    for node in cluster.nodes:
-        node.post("/abort_request", {"rid": "former"})
-    time.sleep(1)
-    replies = []
-    threads.append(threading.Thread(target=lambda: replies.extend(cluster.pair(following, 256, room=room, timeout=30))))
-    threads[2].start()
-    time.sleep(1.5)
-    (cluster.fault_dir / "slow_write").unlink()
-    for thread in threads:
-        thread.join()
-    decode = replies[1]
+    former, following, decode = room_of_a_queued_chunk(cluster, room=78)
     if guarded:
         assert decode.status == 400 and "is in use by another request" in decode.error, decode
-        _, decode = cluster.pair(following, 256, room=room)
+        _, decode = cluster.pair(following, 256, room=78)
         assert (decode.status, decode.text) == (200, echo(following, 256))
         cluster.wait_idle()
     else:

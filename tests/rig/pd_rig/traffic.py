@@ -162,6 +162,31 @@ def until_its_write_waits(cluster: Cluster, send: Callable[[], object], size: in
     return sent
 
 
+def room_of_a_queued_chunk(cluster: Cluster, room: int, n: int = 256) -> tuple[str, str, Reply]:
+    """Two requests in one room, the first aborted while its chunk waits for another request's write, the second sent before that
+    write goes on. Returns both prompts and decode's answer to the second.
+    """
+    rng, rid = random.Random(room), f"former-{room}"
+    ahead, former, following = (secret(size, rng) for size in (1000, 500, 500))
+    replies: list[Reply] = []
+    threads = [until_its_write_waits(cluster, lambda: cluster.pair(ahead, 8, timeout=60))]
+
+    def start(target: Callable[[], object], seconds: float) -> None:
+        threads.append(threading.Thread(target=target))
+        threads[-1].start()
+        time.sleep(seconds)  # its forward pass
+
+    start(lambda: cluster.pair(former, 8, room=room, rid=rid, timeout=60), 1.5)
+    for node in cluster.nodes:
+        node.post("/abort_request", {"rid": rid})
+    time.sleep(1)
+    start(lambda: replies.extend(cluster.pair(following, n, room=room, timeout=30)), 1.5)
+    (cluster.fault_dir / "slow_write").unlink()
+    for thread in threads:
+        thread.join()
+    return former, following, replies[1]
+
+
 def late_write(cluster: Cluster, seed: int, aborted_at: Literal["both", "prefill"] = "both") -> list[str]:
     """Two requests run and grow into the pages of a third, which is aborted while its write is delayed; the write arrives
     when they are nearly done. Returns of each of the two whether its answer is ``exact``, ``wrong``, or ``cut`` short by an error.
