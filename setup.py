@@ -20,7 +20,7 @@ setup(
     package_dir={"sglang_pd_guard.patches": "patches"},
     package_data={"sglang_pd_guard.patches": ["*/series", "*/manifest.json", "*/*.patch"]},
     extras_require={
-        "tools": ["requests", "aiohttp"],  # sglang brings them
+        "tools": ["aiohttp"],  # sglang brings them
         "sglang": ["sglang>=0.5.18,<=0.5.23"],
         "mooncake": ["mooncake-transfer-engine"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff"],

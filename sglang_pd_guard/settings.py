@@ -124,7 +124,7 @@ class Settings:
         Raises:
             SettingsError: also where a ``--pd-guard-*`` flag stands without ``--enable-pd-guard``.
         """
-        base = cls.from_env(env)
+        base = cls.from_env({**env, ENV: "1"} if args.enable_pd_guard else env)
         given = {
             field: value
             for field, value in (
@@ -140,12 +140,12 @@ class Settings:
             )
             if value is not None
         }
-        if not args.enable_pd_guard and base is None:
+        if base is None:
             if given:
                 flags = ", ".join(f"--pd-guard-{name.replace('_', '-')}" for name in given)
                 raise SettingsError(f"{flags} without --enable-pd-guard: nothing would be guarded; add --enable-pd-guard")
             return None
-        return dataclasses.replace(base or cls(), **given)
+        return dataclasses.replace(base, **given)
 
     def __reduce__(self):
         # Unpickling demands the guard in the process that unpickles: see seal.py.

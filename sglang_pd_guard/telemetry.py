@@ -6,10 +6,12 @@ import functools
 import logging
 import sys
 import traceback
+from pathlib import Path
 
 logger = logging.getLogger("sglang_pd_guard")
 
 PREFIX = "sglang:pd_guard_"
+_BINDINGS = Path(__file__).parent / "bindings"
 
 #: name -> (kind, help, labels); a counter appears on /metrics with the suffix _total.
 METRICS = {
@@ -19,7 +21,7 @@ METRICS = {
     "peer_refusals": ("counter", "Refusals exchanged with peers.", ("role", "direction")),
     "unguarded_peers": ("counter", "Requests whose peer runs without a guard.", ("role", "action")),
     "rooms": ("gauge", "Rooms this rank remembers: asked for, refused here, refused by the peer.", ("role", "state")),
-    "faults": ("counter", "Faults inside the guard itself; each aborted its request.", ("role", "seam")),
+    "faults": ("counter", "Faults inside the guard itself; each aborted its request.", ("role",)),
     "findings": ("counter", "Requests whose peer's capacity does not fit this node's.", ("role", "rule", "action")),
     "owned_when_idle": ("gauge", "What an idle scheduler still owns: more than 0 is a leak.", ("role", "kind")),
     "held_pages": ("gauge", "KV pages of failed transfers that prefill may still write to, by state.", ("role", "state")),
@@ -30,6 +32,23 @@ METRICS = {
 }
 
 
+#: The counters that alerts watch are on /metrics at 0 from the start: Prometheus' increase() does not see a counter that is born at 1.
+AT_ZERO: dict[str, list[tuple[str, ...]]] = {
+    "refused": [
+        *(("receipt", rule) for rule in ("absent", "checksum", "damaged", "nonce", "pages", "prefix", "prompt", "room", "tokens")),
+        *(("ownership", rule) for rule in ("foreign", "freed", "other-rank", "plan", "prefix", "stale", "unwritten")),
+        *(("room", rule) for rule in ("in-use", "other-prompt", "several-samples")),
+    ],
+    "unguarded_peers": [("served",), ("refused",)],
+    "findings": [(rule, action) for rule in ("auto-truncate", "capacity") for action in ("served", "refused")],
+    "faults": [()],
+    "dropped_refusals": [()],
+}
+
+#: How SGLang's ranks, one process each, make one number of a gauge. The others say the same on each rank.
+_OF_RANKS = {"owned_when_idle": "max", "held_pages": "max", "rooms": "max", "admitting": "min"}
+
+
 @functools.cache
 def _metric(name: str):
     from prometheus_client import Counter, Gauge, Histogram
@@ -38,7 +57,7 @@ def _metric(name: str):
     if kind == "histogram":
         return Histogram(PREFIX + name, text, labels, buckets=(0.001, 0.01, 0.1, 1, 3, 10, 30, 100, 300, 1000, 3600))
     if kind == "gauge":
-        return Gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
+        return Gauge(PREFIX + name, text, labels, multiprocess_mode=_OF_RANKS.get(name, "mostrecent"))
     return Counter(PREFIX + name, text, labels)
 
 
@@ -53,6 +72,9 @@ class Telemetry:
     ) -> None:
         _metric("info").labels(version, self.role, mode, peer).set(1)
         _metric("admitting").labels(self.role).set(1)
+        for name, sets in AT_ZERO.items():
+            for labels in sets:
+                _metric(name).labels(self.role, *labels)
         logger.info(
             "pd-guard bound version=%s sglang=%s role=%s mode=%s peer=%s guards=%s%s",
             version, sglang, self.role, mode, peer, ",".join(guards) or "none",
@@ -120,13 +142,15 @@ class Telemetry:
         logger.warning("pd-guard unguarded-peer action=%s role=%s room=%s peer=%s", action, self.role, room, peer)
 
     def fault(self, seam: str, rid: str | None, room: int | None) -> None:
-        _metric("faults").labels(self.role, seam).inc()
+        _metric("faults").labels(self.role).inc()
         # The exception's text may quote the request: only its type and place are logged.
         kind, _, trace = sys.exc_info()
-        place = traceback.extract_tb(trace)[-1] if trace else None
+        frames = traceback.extract_tb(trace)
+        ours = next((path for frame in frames if (path := Path(frame.filename)).parent == _BINDINGS and path.stem != "node"), None)
         logger.error(
-            "pd-guard fault seam=%s role=%s rid=%s room=%s error=%s at=%s:%s",
-            seam, self.role, rid, room, kind and kind.__name__, place and place.filename, place and place.lineno,
+            "pd-guard fault guard=%s seam=%s role=%s rid=%s room=%s error=%s at=%s:%s",
+            ours.stem if ours else "core", seam, self.role, rid, room, kind and kind.__name__,
+            frames[-1].filename if frames else None, frames[-1].lineno if frames else None,
         )  # fmt: skip
 
     def dropped_refusal(self, room: int) -> None:

@@ -109,7 +109,7 @@ def _rejected(node: Node, seam: str, req, queue) -> bool:
                 node.refused_double(req, prompt, verdict)
                 return node.settings.enforcing
             if rule in _BY_BOTH:
-                node.telemetry.refused(guard, rule, req.rid, req.bootstrap_room, verdict.status, node.settings.enforcing)
+                node.count(req, verdict, rule, guard)
                 return node.settings.enforcing
         if node.settings.enforcing:
             _adopt_room(node, req)
@@ -320,8 +320,9 @@ def send_kv_chunk(original, scheduler, req, *args, **kwargs):
         return original(scheduler, req, *args, **kwargs)
     if fault[0]:
         _give_verdict(req, FAULT)
-    with node.shield("send_kv_chunk", req):
-        node.refused(req, verdict, "hand-off")
+    if getattr(req.disagg_kv_sender, "conclude_state", None) is None:  # or an earlier chunk said so
+        with node.shield("send_kv_chunk", req):
+            node.refused(req, verdict, "hand-off")
     req.disagg_kv_sender.abort()  # its next poll is Failed, and the in-flight queue retires it
     if hasattr(scheduler, "clear_pending_chunk_send"):
         scheduler.clear_pending_chunk_send(req)

@@ -267,7 +267,7 @@ class Node:
             at_door: it has no sender or receiver yet; whatever lives in its room is another request's.
         """
         room = req.bootstrap_room
-        self.telemetry.refused(guard, rule, req.rid, room, verdict.status, self.settings.enforcing)
+        self.count(req, verdict, rule, guard)
         if not self.settings.enforcing or self.manager is None or room is None or not self.settings.runs("admission"):
             return
         sender = getattr(req, "disagg_kv_sender", None)
@@ -282,11 +282,16 @@ class Node:
             # A sender's first act, without which decode may not find the rank that refused.
             self._client.register_dp_rank(f"{req.bootstrap_host}:{req.bootstrap_port}", room, self.manager.attn_dp_rank)
 
+    def count(self, req, verdict: Verdict, rule: str, guard: str) -> None:
+        """Counts and logs a refusal that all ranks come to by themselves, on one of them."""
+        if self.is_entry_rank and getattr(self.manager, "pp_rank", 0) == 0:
+            self.telemetry.refused(guard, rule, req.rid, req.bootstrap_room, verdict.status, self.settings.enforcing)
+
     def refused_double(self, req, prompt: int, verdict: Verdict) -> None:
         """A request is refused at the door since another one lives in its room. The peer may have seen the last of that
         one, or not the first of it: it is told which prompt is meant.
         """
-        self.telemetry.refused("room", "in-use", req.rid, req.bootstrap_room, verdict.status, self.settings.enforcing)
+        self.count(req, verdict, "in-use", "room")
         if not self.settings.enforcing:
             return
         if self.role == "prefill":

@@ -15,6 +15,8 @@ from sglang_pd_guard.guards.admission import Verdict
 #: What a look gives in place of a page: the reader's prefix is at fault; it is another rank that found something; its pages are right,
 #: but not what the backend has planned to read.
 _PREFIX, _ELSEWHERE, _PLAN = -1, -2, -3
+#: Of this process: what a waiting request has computed stays right when SGLang clears its pool.
+_SECRET = secrets.randbits(64)
 _WORDS = (
     "Refused by the PD guard: a KV page of this request is not its own (rule {rule}). Nothing that was computed from it was sent. "
     "Please retry; if it recurs, report the server log."
@@ -40,7 +42,6 @@ class Ownership:
         self.verdict = None
         self.repaired = False
         self._looked = None
-        self._secret = secrets.randbits(64)
         self._uses = 0
 
     # --- who owns what ----------------------------------------------------------------------------------------
@@ -63,8 +64,8 @@ class Ownership:
     def share(self, req, *, finished: bool) -> None:
         """The request offers what it has to the prefix cache."""
         tokens = getattr(req, "_pd_guard_extent", 0)
-        if finished and req.output_ids:  # the last one's KV is never computed
-            tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
+        if finished and req.output_ids:  # the KV of the last one is there only where the overlap scheduler has begun the next step
+            tokens = min(_kv_length(req, "committed"), len(req.origin_input_ids) + len(req.output_ids))
         pages = tokens // self.tables.page_size
         if pages:
             if self._looked is not None:
@@ -93,7 +94,7 @@ class Ownership:
         if not hasattr(req, "_pd_guard_content"):
             what = repr([getattr(req, name, None) for name in ("extra_key", "cache_salt", "lora_id")])
             seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest())
-            req._pd_guard_content = Content(self.tables.page_size, self._secret, seed)
+            req._pd_guard_content = Content(self.tables.page_size, _SECRET, seed)
         within_prompt = pages * self.tables.page_size <= len(req.origin_input_ids)
         tokens = req.origin_input_ids if within_prompt else req.origin_input_ids + req.output_ids
         tags = req._pd_guard_content.tags(tokens, pages)
@@ -148,7 +149,7 @@ class Ownership:
 
         slot, size = slot_of(req), self.tables.page_size
         owner = self.tables.owner[slot]
-        tokens = max(getattr(req, "_pd_guard_extent", 0), len(req.origin_input_ids) + len(req.output_ids))
+        tokens = max(getattr(req, "_pd_guard_extent", 0), _kv_length(req, "allocated"))  # the overlap scheduler is a token ahead
         row = self._pages(req, 0, -(-tokens // size))
         mine = torch.nonzero((self.tables.tags | 1) == owner).flatten()
         mine = mine[(mine > 0) & (mine < len(self.tables.tags) - 1)]
@@ -162,6 +163,12 @@ class Ownership:
             end = min((place + 1) * size, self.req_to_token.shape[1])
             self.req_to_token[slot, place * size : end] = (page * size + at)[: end - place * size].to(self.req_to_token.dtype)
         self.repaired = True
+
+
+def _kv_length(req, what: str) -> int:
+    """Tokens of the request that have KV pages (``allocated``), or KV in them (``committed``)."""
+    name = f"kv_{what}_len"
+    return getattr(req, name) if hasattr(req, name) else getattr(req.kv, name)
 
 
 class _Verdict:
@@ -240,6 +247,22 @@ def pre_alloc(original, queue, req, prefix_indices=None, prefix_len=None, *args,
     return result
 
 
+def backed_up(original, req, *args, **kwargs):
+    """A request is retracted: what it takes to the host and gives back must be its own. If not, it ends when it is resumed."""
+    node, own = nodes.current(), _tables()
+    with node.shield("backed_up", req) as fault:
+        own.look(own._tensor([slot_of(req)]), own._tensor([_kv_length(req, "committed")]))
+        wrong, page, tag = (found[0] for found in own.verdict.read())
+        if wrong and not getattr(req, "_pd_guard_stray", False):
+            verdict = _found(node, req, page, tag)
+            if node.settings.enforcing:
+                req._pd_guard_pending = verdict
+                own.repair(req)
+    if fault[0] and node.settings.enforcing:
+        req._pd_guard_pending = nodes.FAULT
+    return original(req, *args, **kwargs)
+
+
 def restored(result, req, *args, **kwargs) -> None:
     """A retracted request has its KV back from the host."""
     with nodes.current().shield("restored", req):
@@ -248,8 +271,21 @@ def restored(result, req, *args, **kwargs) -> None:
 
 
 def offered(original, req, tree_cache, *args, **kwargs):
+    if getattr(req, "_pd_guard_tainted", False) and (chunks := _chunk_cache()) is not None:
+        # SGLang offers nothing of it, and forgets where its next chunk begins: without end, up to 0.5.21.
+        return chunks.cache_unfinished_req(tree_cache, req)
     _offer(req, tree_cache, finished=False)
     return original(req, tree_cache, *args, **kwargs)
+
+
+@functools.cache
+def _chunk_cache():
+    """SGLang's cache that keeps no prefixes, up to 0.5.21."""
+    try:
+        from sglang.srt.mem_cache.chunk_cache import ChunkCache
+    except ImportError:
+        return None
+    return ChunkCache
 
 
 def release_kv_cache(original, req, tree_cache, *args, **kwargs):
@@ -356,6 +392,7 @@ def _spoil(own: Ownership, batch, wrong, first) -> None:
     import torch
 
     if not nodes.current().settings.enforcing:
+        own.looked()
         return
     slots, out = batch.req_pool_indices, batch.out_cache_loc
     if batch.forward_mode.is_extend() and batch.extend_seq_lens is not None:
@@ -436,24 +473,34 @@ def _silence(reqs: list) -> None:
 
 def _judge(node, batch, result, look) -> list:
     """The requests that end for what the look has found."""
-    from sglang_pd_guard.guards.ownership import rule
-
     ended = []
     for i, (wrong, page, tag) in enumerate(zip(*look.read(), strict=True)):
         req = batch.reqs[i]
-        if not wrong or req.finished() or req.is_retracted or getattr(req, "_pd_guard_stray", False):
+        if req.finished() or req.is_retracted:
             continue  # of an ended request, overlapping passes still read pages that it has given back
-        req._pd_guard_stray = True
-        name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank", _PLAN: "plan"}.get(page) or rule(tag, int(node.ownership.tables.owner[slot_of(req)]))
-        verdict = Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name))
-        numbers = f" page={page}{node.ownership.evidence(req, max(page, 0))}"
-        enforcing = node.settings.enforcing
-        node.telemetry.refused("ownership", name, req.rid, req.bootstrap_room, verdict.status, enforcing, numbers)
-        if enforcing:
+        verdict = req.__dict__.pop("_pd_guard_pending", None)  # found when it was retracted
+        if verdict is not None:
             _fail(req, verdict, result, i)
-            node.ownership.repair(req)
             ended.append(req)
+        elif wrong and not getattr(req, "_pd_guard_stray", False):
+            verdict = _found(node, req, page, tag)
+            if node.settings.enforcing:
+                _fail(req, verdict, result, i)
+                node.ownership.repair(req)
+                ended.append(req)
     return ended
+
+
+def _found(node, req, page: int, tag: int) -> Verdict:
+    """Counts and logs, once for each request, that a page of it is not its own."""
+    from sglang_pd_guard.guards.ownership import rule
+
+    req._pd_guard_stray = True
+    name = {_PREFIX: "prefix", _ELSEWHERE: "other-rank", _PLAN: "plan"}.get(page) or rule(tag, int(node.ownership.tables.owner[slot_of(req)]))
+    verdict = Verdict(HTTPStatus.INTERNAL_SERVER_ERROR.value, _WORDS.format(rule=name))
+    numbers = f" page={page}{node.ownership.evidence(req, max(page, 0))}"
+    node.telemetry.refused("ownership", name, req.rid, req.bootstrap_room, verdict.status, node.settings.enforcing, numbers)
+    return verdict
 
 
 def _fail(req, verdict: Verdict, result=None, i: int = 0) -> None:
@@ -491,6 +538,9 @@ def unsupported(scheduler) -> list[str]:
         "--pd-guard-check-plan without --attention-backend flashinfer": nodes.current().settings.check_plan
         and "flashinfer" not in (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend),
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--enable-unified-cache-external-linker": getattr(args, "enable_unified_cache_external_linker", False),
+        "--disaggregation-decode-enable-offload-kvcache": args.disaggregation_decode_enable_offload_kvcache,
+        "--radix-cache-backend": args.radix_cache_backend is not None,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,
         "--enable-unified-memory": args.enable_unified_memory,

@@ -571,6 +571,16 @@ SEAMS: tuple[Seam, ...] = (
                 "tags the pages that decode reserves for a transfer: not written yet",
             ),
             (
+                "mem_cache.common.retraction_backup", "backed_up", "decode",
+                ("req", "tree_cache", "req_to_token_pool", "token_to_kv_pool_allocator", "backend"), "0.5.18", "0.5.20", AROUND,
+                "a look at what a retracted request takes to the host",
+            ),
+            (
+                "mem_cache.common.backup_kv_cache", "backed_up", "decode",
+                ("req", "tree_cache", "req_to_token_pool", "token_to_kv_pool_allocator", "backend"), "0.5.21", None, AROUND,
+                "a look at what a retracted request takes to the host",
+            ),
+            (
                 "mem_cache.common.retraction_restore", "restored", "decode",
                 ("req", "tree_cache", "req_to_token_pool", "token_to_kv_pool_allocator", "backend"), "0.5.18", "0.5.20", AFTER,
                 "the pages of a resumed request are written",

@@ -7,6 +7,7 @@ Reads ``/get_server_info``, ``/get_model_info``, ``/v1/models`` and ``/metrics``
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import datetime
 import email.utils
@@ -15,13 +16,17 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from sglang_pd_guard.bindings.transport import ROUTE
 from sglang_pd_guard.cli.findings import SEVERITIES, Finding, Guard, Node, Role, Worker, examine, worst
 from sglang_pd_guard.telemetry import PREFIX
+
+#: Bytes of an answer; the metrics of a large server have a few MiB.
+_LARGEST = 64 << 20
+_NUMBERS = ("max_total_num_tokens", "max_req_input_len", "page_size", "disaggregation_bootstrap_port")
 
 
 class Unreadable(Exception):
@@ -40,38 +45,54 @@ class Reader:
         self._timeout = timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def get(self, url: str):
-        """Raises:
-        Unreadable: no answer with status 200.
-        """
-        import requests
+    def get(self, url: str) -> tuple[str, Mapping[str, str]]:
+        """The body and the headers.
 
-        with requests.Session() as session:
-            session.trust_env = False
-            try:
-                answer = session.get(url, timeout=self._timeout, headers=self._headers)
-            except requests.RequestException as error:
-                raise Unreadable(f"{url}: {type(error).__name__}") from error
-        if answer.status_code != 200:
-            raise Unreadable(f"{url}: HTTP {answer.status_code}")
-        return answer
+        Raises:
+            Unreadable: no answer with status 200, of at most 64 MiB, within the timeout.
+        """
+        import aiohttp
+
+        try:
+            return asyncio.run(self._get(url))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise Unreadable(f"{url}: {type(error).__name__}") from error
+
+    async def _get(self, url: str) -> tuple[str, Mapping[str, str]]:
+        import aiohttp
+
+        whole = aiohttp.ClientTimeout(total=self._timeout)
+        async with aiohttp.ClientSession(timeout=whole, headers=self._headers) as session, session.get(url) as answer:
+            if answer.status != 200:
+                raise Unreadable(f"{url}: HTTP {answer.status}")
+            body = bytearray()
+            async for piece in answer.content.iter_chunked(1 << 16):
+                body += piece
+                if len(body) > _LARGEST:
+                    raise Unreadable(f"{url}: more than {_LARGEST >> 20} MiB")
+            return body.decode(errors="replace"), answer.headers
 
     def json(self, url: str) -> dict:
         try:
-            return self.get(url).json()
+            found = json.loads(self.get(url)[0])
         except ValueError as error:
             raise Unreadable(f"{url}: not JSON") from error
+        if not isinstance(found, dict):
+            raise Unreadable(f"{url}: not an object")
+        return found
 
     def node(self, url: str, role: Role) -> Node:
         """Raises:
         Unreadable: it does not answer, or is no SGLang server.
         """
         asked = time.time()
-        answer = self.get(f"{url}/get_server_info")
-        clock = _clock(answer.headers.get("Date"), asked, time.time())
+        body, headers = self.get(f"{url}/get_server_info")
+        clock = _clock(headers.get("Date"), asked, time.time())
         try:
-            info = answer.json()
+            info = json.loads(body)
             mode = info["disaggregation_mode"]
+            if not all(isinstance(info.get(name), int | None) for name in _NUMBERS):
+                raise TypeError
         except (ValueError, KeyError, TypeError) as error:
             raise Unreadable(f"{url}: not an SGLang server") from error
         return dataclasses.replace(
@@ -101,11 +122,13 @@ class Reader:
 
     def workers(self, router: str) -> list[Worker]:
         """What the router knows. Raises `Unreadable`."""
-        found = self.json(f"{router}/workers").get("workers", ())
-        return [
-            Worker(w["url"].rstrip("/"), w.get("worker_type", "?"), w.get("bootstrap_port"), bool(w.get("is_healthy", True)))
-            for w in found
-        ]
+        try:
+            return [
+                Worker(w["url"].rstrip("/"), w.get("worker_type", "?"), w.get("bootstrap_port"), bool(w.get("is_healthy", True)))
+                for w in self.json(f"{router}/workers")["workers"]
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Unreadable(f"{router}/workers: not a router's list of workers") from error
 
     def _model(self, url: str) -> dict:
         facts = {}
@@ -121,8 +144,8 @@ class Reader:
 
     def _metrics(self, url: str) -> dict:
         try:
-            return guard_facts(self.get(f"{url}/metrics").text)
-        except Unreadable:
+            return guard_facts(self.get(f"{url}/metrics")[0])
+        except (Unreadable, ValueError, KeyError):
             return {}
 
     def _bootstrap(self, url: str, port: int | None) -> dict:
@@ -196,9 +219,11 @@ def look(reader: Reader, prefills: Sequence[str], decodes: Sequence[str], router
         except Unreadable as error:
             unreadable.append(str(error))
     asked = [(url, "prefill") for url in prefills] + [(url, "decode") for url in decodes]
-    if not asked and workers:
+    if not asked and workers is not None:
         by_role = sorted(workers, key=lambda worker: worker.role, reverse=True)  # prefill first
         asked = [(worker.url, worker.role) for worker in by_role if worker.role in ("prefill", "decode")]
+        if missing := {"prefill", "decode"} - {role for _, role in asked}:
+            unreadable.append(f"{router}/workers: the router knows no {' and no '.join(sorted(missing))} server")
 
     def read(item: tuple[str, Role]) -> Node | None:
         try:

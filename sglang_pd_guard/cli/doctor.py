@@ -18,7 +18,7 @@ from sglang_pd_guard.__about__ import __version__
 from sglang_pd_guard.bindings import table
 from sglang_pd_guard.cli import known
 from sglang_pd_guard.cli.source import Source
-from sglang_pd_guard.settings import Settings, SettingsError
+from sglang_pd_guard.settings import ENV, Settings, SettingsError
 
 PLUGIN = "pd_guard"
 PLUGINS_GROUP, PLATFORMS_GROUP = "sglang.srt.plugins", "sglang.srt.platforms"
@@ -61,11 +61,12 @@ def examine(source: Source | None, env: Mapping[str, str], points: Mapping[str, 
     """Args:
     points: installed entry points, by group.
     """
-    environment = {k: env[k] for k in sorted(env) if k.startswith(("SGLANG_PD_GUARD", "SGLANG_PLUGINS", "SGLANG_PLATFORM"))}
+    environment = {k: env[k] for k in sorted(env) if k.startswith((ENV, "SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_RUST_SERVER"))}
     problems = plugin_problems(env, points)
     settings = Settings()
     try:
-        settings = Settings.from_env(env) or settings
+        if any(name.startswith(ENV) for name in env):  # they count with the flag too, which cannot be seen here
+            settings = Settings.from_env({**env, ENV: "1"}) or settings
     except SettingsError as error:
         problems.append(str(error))
     if source is None or source.version is None:
@@ -106,7 +107,7 @@ def plugin_problems(env: Mapping[str, str], points: Mapping[str, Iterable[EntryP
     """Why SGLang would not load the plugin: the rules of its ``load_plugins``."""
     ours = [point for point in points.get(PLUGINS_GROUP, ()) if point.name == PLUGIN]
     if not ours:
-        return [f"no installed distribution offers the plugin {PLUGIN}: pip install sglang-pd-guard where sglang is installed"]
+        return [f"no installed distribution offers the plugin {PLUGIN}: install sglang_pd_guard where sglang is installed"]
     problems = []
     allowed = {name.strip() for name in env.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     if allowed and PLUGIN not in allowed:
@@ -174,11 +175,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: a guarded server can start here. 1: it cannot, or would not be guarded."""
+    """0: a guarded server can start here. 1: it cannot, or would not be guarded. 2: there is no SGLang here."""
     if args.markdown:
         print(known.versions_table() if args.markdown == "versions" else known.weaknesses_table())
         return 0
     points = {group: entry_points(group=group) for group in (PLUGINS_GROUP, PLATFORMS_GROUP)}
     report = examine(Source.find(), os.environ, points)
     print(json.dumps({"ok": report.ok, **dataclasses.asdict(report)}, indent=1) if args.json else text(report))
-    return 0 if report.ok else 1
+    return 2 if report.sglang is None else int(not report.ok)

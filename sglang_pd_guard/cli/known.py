@@ -122,7 +122,7 @@ WEAKNESSES: tuple[Weakness, ...] = (
     ),
     Weakness(
         "late-write-30s",
-        'the same once 30 s are over: "releasing anyway", whether or not prefill has stopped',
+        'pages of an aborted transfer are lent to others after 30 s ("releasing anyway"), whether or not prefill has stopped writing',
         "release",
         (37077, 38961),
         seen=("0.5.21", "0.5.22", "0.5.23"),

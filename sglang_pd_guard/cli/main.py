@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f"sglang_pd_guard.cli.{args.command}").run(args)
     except ModuleNotFoundError as error:
-        print(f"pd-guard {args.command}: no module {error.name} here; pip install 'sglang-pd-guard[tools]'", file=sys.stderr)
+        print(f"pd-guard {args.command}: no module {error.name} here; pip install {error.name}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

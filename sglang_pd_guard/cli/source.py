@@ -110,7 +110,10 @@ class Source:
         base = self.root.joinpath(*rest.split(".")) if rest else self.root
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file():
-                return ast.parse(path.read_text(encoding="utf-8"))
+                try:
+                    return ast.parse(path.read_bytes())
+                except (SyntaxError, ValueError):
+                    return ast.Module([], [])  # nothing in it can be imported
         return None
 
 

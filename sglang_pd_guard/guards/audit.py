@@ -41,10 +41,10 @@ class Audit:
 
         Returns:
             It, where it was the same the last time and has not been reported yet; else None. A node that owns nothing again
-            is reported too, with zeros.
+            is reported too, with zeros, and at once: that needs no second look.
         """
         steady, self._seen = owned == self._seen, owned
-        if not steady or owned == self._reported:
+        if owned == self._reported or (any(owned.values()) and not steady):
             return None
         had = any(self._reported.values())
         self._reported = owned

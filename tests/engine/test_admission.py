@@ -29,15 +29,6 @@ def too_long(size: int, limit: int) -> str:
     )
 
 
-def counter(node, name: str, **labels: str) -> float:
-    """The sum of a metric's samples with these labels."""
-    total = 0.0
-    for line in node.metrics().splitlines():
-        if line.startswith(f"sglang:pd_guard_{name}{{") and all(f'{k}="{v}"' in line for k, v in labels.items()):
-            total += float(line.rsplit(" ", 1)[1])
-    return total
-
-
 def threads(node) -> int:
     return len(node.scheduler().threads())
 
@@ -257,14 +248,14 @@ def test_nothing_is_left_over(cluster):
     cluster.check_alive()
     for node in cluster.nodes:
         assert threads(node) == before[node.name]
-        assert counter(node, "faults_total") == 0
-        assert counter(node, "dropped_refusals_total") == 0
-        assert counter(node, "rooms", state="peer") == 0
+        assert node.counter("faults_total") == 0
+        assert node.counter("dropped_refusals_total") == 0
+        assert node.counter("rooms", state="peer") == 0
         # Those of ended requests go with the next one.
-        assert counter(node, "rooms", state="asked") <= 16
-        assert counter(node, "info", mode="enforce", peer="require") == 1
-    assert counter(cluster.prefills[0], "refused_total", rule="unadmitted") >= 8
-    assert counter(cluster.decode, "peer_refusals_total", direction="received") >= 8
+        assert node.counter("rooms", state="asked") <= 16
+        assert node.counter("info", mode="enforce", peer="require") == 1
+    assert cluster.prefills[0].counter("refused_total", rule="unadmitted") >= 8
+    assert cluster.decode.counter("peer_refusals_total", direction="received") >= 8
 
 
 def test_logs_name_the_event_and_never_the_prompt(cluster):

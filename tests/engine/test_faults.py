@@ -82,10 +82,10 @@ def test_observe_mode_counts_and_changes_nothing(clusters, version):
     cluster = clusters(version, guard=["--pd-guard-mode", "observe"])
     campaign = attack(cluster, 50, timeout=10, stop_at_leak=True)
     assert campaign.leaks
-    metrics = cluster.prefills[0].metrics()
-    assert 'sglang:pd_guard_observed_total{guard="admission",role="prefill",rule="unadmitted"}' in metrics
-    assert "pd_guard_refused_total{" not in metrics
-    assert "pd-guard would-refuse guard=admission rule=unadmitted role=prefill" in cluster.prefills[0].log_text()
+    prefill = cluster.prefills[0]
+    assert prefill.counter("observed_total", guard="admission", rule="unadmitted") >= 1
+    assert prefill.counter("refused_total") == 0
+    assert "pd-guard would-refuse guard=admission rule=unadmitted role=prefill" in prefill.log_text()
 
 
 @pytest.mark.parametrize("version", ["0.5.19"], indirect=True)

@@ -89,9 +89,10 @@ def test_unguarded_a_transfer_one_page_short_is_answered_all_the_same(clusters, 
 
 @VERSIONS
 @pytest.mark.parametrize("word", ["row", "freed"])
-def test_a_running_request_loses_a_page(clusters, version, word):
-    """One request's row points at another's page, or its page is freed under it: that request alone ends, and every page comes back."""
-    cluster = on(clusters, version)
+@pytest.mark.parametrize("pair", [pytest.param({}, id="step-by-step"), pytest.param({"page_size": 1, "overlap": True}, id="overlap-page-1")])
+def test_a_running_request_loses_a_page(clusters, version, word, pair):
+    """One request's row points at another's page, or its page is freed under it: that request alone ends, and every page comes back, once."""
+    cluster = on(clusters, version, **pair)
     rng = random.Random(word)
     prompts = [secret(300, rng) for _ in range(3)]
     control = cluster.fault_dir / "stray_page"
@@ -109,6 +110,33 @@ def test_a_running_request_loses_a_page(clusters, version, word):
     cluster.wait_idle()
     prompt = secret(700, rng)
     exact(cluster.complete(prompt, 40), prompt, 40)
+    assert "a page is free twice" not in cluster.decode.log_text()
+
+
+@pytest.mark.parametrize("version", ["0.5.18", *OLDER[1:], pytest.param("0.5.23", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_prompt_loses_a_page_between_two_chunks(clusters, version, cached):
+    """On prefill: the prompt alone ends, on both nodes, and every page comes back."""
+    flags = ["--chunked-prefill-size", "512", *([] if cached else ["--disable-radix-cache"])]
+    cluster = on(clusters, version, overlap=True, common_args=flags)
+    rng = random.Random(12)
+    control = cluster.fault_dir / "stray_page"
+    control.write_text("chunk")
+    prompts = [secret(3000, rng), secret(3000, rng)]
+    replies = run_concurrently([lambda p=p: cluster.pair(p, 40, timeout=60) for p in prompts])
+    control.unlink()
+    assert "stray_page: chunk" in cluster.prefills[0].log_text()
+    failed = [reply for reply in replies if reply[1].status != 200]
+    assert len(failed) == 1, replies
+    refused(failed[0][0], "prefix" if cached else "freed")
+    assert failed[0][1].status == 500  # without the admission guard, in SGLang's own words
+    for (_, decode), prompt in zip(replies, prompts, strict=True):
+        if decode.status == 200:
+            exact(decode, prompt, 40)
+    cluster.wait_idle()
+    assert len(lines(cluster.prefills[0])) == 1
+    for prompt in prompts:
+        exact(cluster.complete(prompt[:-1], 40), prompt[:-1], 40)
 
 
 @VERSIONS
@@ -194,6 +222,52 @@ def test_healthy_traffic_alarms_nobody(clusters, version):
         assert "pd-guard fault" not in node.log_text()
 
 
+@VERSIONS
+def test_turns_of_a_conversation(clusters, version):
+    """With the overlap scheduler, as SGLang runs by default, a request may end while its next step runs: its last token's KV is cached too."""
+    cluster = on(
+        clusters, version, page_size=1, overlap=True,
+        decode_args=["--disaggregation-decode-enable-radix-cache"],
+    )  # fmt: skip
+    rng = random.Random(11)
+    before, turn = len(lines(cluster.decode)), secret(400, rng)
+    for n in (40, 41, 70):
+        exact(cluster.complete(turn, n), turn, n)  # ends by its length
+        turn += echo(turn, n) + secret(20, rng)
+        answer = echo(turn, n)
+        reply = cluster.complete(turn, 200, stop=answer[-4:])
+        assert (reply.status, reply.text) == (200, answer[: answer.index(answer[-4:])])
+        turn += answer[: answer.index(answer[-4:]) + 4] + secret(20, rng)
+    assert len(lines(cluster.decode)) == before
+    cluster.wait_idle()
+
+
+@pytest.mark.full
+@VERSIONS
+def test_a_retracted_request_loses_a_page(clusters, version):
+    """Found when it goes: it ends when it comes back, and gives back what is its own."""
+    cluster = on(
+        clusters, version, decode_tokens=3072, env=FAULTS | {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"},
+        decode_args=["--num-reserved-decode-tokens", "16"],
+    )  # fmt: skip
+    rng = random.Random(1)
+    prompts, n = [secret(rng.randrange(90, 110), rng) for _ in range(12)], 260
+    control = cluster.fault_dir / "stray_page"
+    control.write_text("retracted")
+    replies = run_concurrently([lambda p=p: cluster.complete(p, n, timeout=120) for p in prompts])
+    control.unlink()
+    assert "stray_page: retracted" in cluster.decode.log_text()
+    failed = [reply for reply in replies if reply.status != 200]
+    assert len(failed) == 1, replies
+    refused(failed[0], "foreign")
+    for reply, prompt in zip(replies, prompts, strict=True):
+        if reply is not failed[0]:
+            exact(reply, prompt, n)
+    cluster.wait_idle()
+    exact(cluster.complete(prompts[0], 40), prompts[0], 40)
+    assert "a page is free twice" not in cluster.decode.log_text()
+
+
 @pytest.mark.full
 @VERSIONS
 def test_turns_after_a_retraction(clusters, version):
@@ -224,7 +298,7 @@ def test_mixed_traffic_alarms_nobody(clusters, version):
     """
     cached = [] if version == "0.5.20" else ["--disaggregation-decode-enable-radix-cache"]
     cluster = clusters(
-        version, guard=True, decode_tokens=4096, prefill_tokens=4096, common_args=["--chunked-prefill-size", "512"],
+        version, guard=True, overlap=True, decode_tokens=4096, prefill_tokens=4096, common_args=["--chunked-prefill-size", "512"],
         decode_args=["--num-reserved-decode-tokens", "64", *cached],
     )  # fmt: skip
     end = time.monotonic() + 60 * SOAK_MINUTES

@@ -153,7 +153,7 @@ def test_a_peer_that_writes_no_receipt(clusters, version):
     refused(cluster.pair(prompt, 8)[1], "absent")
     cluster = on(clusters, version, guard=["--pd-guard-peer", "prefer"], prefill_args=prefill_args, fresh=True)
     assert cluster.pair(prompt, 8)[1].text == echo(prompt, 8)
-    assert 'sglang:pd_guard_unguarded_peers_total{action="served",role="decode"}' in cluster.decode.metrics()
+    assert cluster.decode.counter("unguarded_peers_total", action="served") >= 1
 
 
 UNTOUCHED = {

@@ -110,7 +110,7 @@ def test_an_unguarded_peer(clusters, version, side):
         assert decode.seconds < 2 * SOON
         cluster.wait_idle()
     node = cluster.decode if guarded_side == "decode" else cluster.prefills[0]
-    assert f'sglang:pd_guard_unguarded_peers_total{{action="served",role="{guarded_side}"}}' in node.metrics()
+    assert node.counter("unguarded_peers_total", action="served") >= 1
 
 
 @pytest.mark.parametrize("version", ["0.5.20"], indirect=True)
@@ -126,5 +126,5 @@ def test_a_fault_inside_the_guard_aborts_that_request_alone(clusters, version):
     assert (prefill.status, decode.text) == (200, echo(prompt, 8))
     cluster.wait_idle()
     cluster.check_alive()
-    assert "pd-guard fault seam=prefill_door role=prefill rid=fault-1" in cluster.prefills[0].log_text()
-    assert 'sglang:pd_guard_faults_total{role="prefill",seam="prefill_door"} 1.0' in cluster.prefills[0].metrics()
+    assert "pd-guard fault guard=admission seam=prefill_door role=prefill rid=fault-1" in cluster.prefills[0].log_text()
+    assert cluster.prefills[0].counter("faults_total") == 1

@@ -19,7 +19,7 @@ sglang:pd_guard_owned_when_idle{kind="rooms",role="decode"} 0.0
 sglang:pd_guard_held_pages{role="decode",state="held"} 5.0
 sglang:pd_guard_held_pages{role="decode",state="quarantined"} 7.0
 sglang:pd_guard_admitting{role="decode"} 0.0
-sglang:pd_guard_faults_total{role="decode",seam="admission:decode_door"} 1.0
+sglang:pd_guard_faults_total{role="decode"} 1.0
 """
 
 
@@ -85,6 +85,51 @@ def test_a_server_that_is_no_sglang_is_unreadable(body):
         audit.Reader().node(url, "prefill")
 
 
+@pytest.mark.parametrize("body", [None, [], {}, {"workers": None}, {"workers": [{}]}, {"workers": ["http://p"]}, {"workers": []}])
+def test_a_router_that_names_no_pair_is_not_sound(body, capsys):
+    with serving({"/workers": body} if body is not None else {}) as url:
+        assert main(["audit", "--router", url]) == 2
+    assert f"UNREADABLE  {url}/workers: " in capsys.readouterr().out
+
+
+def test_a_router_that_knows_one_side_only(capsys):
+    with serving(bodies("decode")) as decode, serving({"/workers": {"workers": [{"url": decode, "worker_type": "decode"}]}}) as url:
+        assert main(["audit", "--router", url]) == 2
+    assert "the router knows no prefill server" in capsys.readouterr().out
+
+
+def test_metrics_that_are_none():
+    with serving(bodies("decode") | {"/metrics": "sglang:pd_guard_info{a} x"}) as url:
+        assert not audit.Reader().node(url, "decode").metrics
+
+
+def test_an_answer_without_end(monkeypatch):
+    class Drip(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b" " * piece)
+                    time.sleep(0.05)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Drip)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setattr(audit, "_LARGEST", 1 << 20)
+    url, begin = f"http://127.0.0.1:{server.server_port}", time.monotonic()
+    try:
+        for piece, words in ((1, "TimeoutError"), (1 << 19, "more than 1 MiB")):  # noqa: B007 - the handler reads it
+            with pytest.raises(audit.Unreadable, match=words):
+                audit.Reader(timeout=0.5).node(url, "decode")
+        assert time.monotonic() - begin < 5
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_exit_status(capsys):
     with serving(bodies("prefill")) as prefill, serving(bodies("decode")) as decode:
         servers = ["audit", "--prefill", prefill + "/", "--decode", decode]
@@ -94,7 +139,7 @@ def test_exit_status(capsys):
         assert main([*servers, "--json"]) == 1
         assert len(json.loads(capsys.readouterr().out)["nodes"]) == 2
         assert main(["audit", "--prefill", prefill, "--decode", "http://127.0.0.1:9"]) == 2
-        assert "UNREADABLE  http://127.0.0.1:9/get_server_info: ConnectionError" in capsys.readouterr().out
+        assert "UNREADABLE  http://127.0.0.1:9/get_server_info: ClientConnectorError" in capsys.readouterr().out
     assert main(["audit", "--prefill", "http://127.0.0.1:9"]) == 2
 
 

@@ -65,15 +65,16 @@ def test_every_server_is_guarded_and_both_sides_agree(folder):
     resources = built(folder)
     found = servers(resources)
     assert {name.split()[0] for name in found} == {"prefill", "decode"}
+    (settings,) = [r for r in resources if r["kind"] == "ConfigMap"]
+    assert settings["data"]["SGLANG_PD_GUARD_PEER"] == ("prefer" if folder.name == "upgrade" else "require")
     for name, pod in found.items():
         (container,) = pod["containers"]
         args = container["args"]
-        assert {"--enable-pd-guard", "--enable-metrics", "--pd-guard-peer=$(PEER)", "--context-length=$(CONTEXT)"} <= set(args), name
+        assert {"--enable-pd-guard", "--enable-metrics", "--context-length=$(CONTEXT)"} <= set(args), name
+        assert {"configMapRef": {"name": settings["metadata"]["name"]}} in container["envFrom"]
         assert f"--disaggregation-mode={name.split()[0]}" in args
         assert container["image"] == f"sglang-pd-guard:{__version__}"
         assert pod["terminationGracePeriodSeconds"] >= 300
-    (settings,) = [r["data"] for r in resources if r["kind"] == "ConfigMap"]
-    assert settings["PEER"] == ("prefer" if folder.name == "upgrade" else "require")
 
 
 @needs_kubectl
@@ -106,8 +107,31 @@ def test_the_resources_are_valid(folder):
     import kubernetes_validate
 
     for resource in built(folder):
-        if resource["kind"] != "LeaderWorkerSet":  # a custom resource, whose schema is not at hand
+        if resource["kind"] not in ("LeaderWorkerSet", "PodMonitor"):  # custom resources, whose schemas are not at hand
             kubernetes_validate.validate(resource, "1.31", strict=True)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", ["rdma", "leaderworkerset"])
+def test_an_overlay_keeps_what_it_adds_through_an_upgrade(overlay, tmp_path):
+    def with_components(*names):
+        shutil.copytree(DEPLOY / "kubernetes", tmp_path / "_".join(names) / "kubernetes")
+        folder = tmp_path / "_".join(names) / "kubernetes/overlays" / overlay
+        text = (folder / "kustomization.yaml").read_text() + f"components: [{', '.join(f'../../components/{name}' for name in names)}]\n"
+        (folder / "kustomization.yaml").write_text(text)
+        return built(folder)
+
+    def pods_of(resources):
+        return re.sub(r"pd-guard-\w{10}\b", "pd-guard", json.dumps(servers(resources), sort_keys=True))
+
+    resources = with_components("upgrade", "monitoring")
+    (settings,) = [r["data"] for r in resources if r["kind"] == "ConfigMap"]
+    assert settings["SGLANG_PD_GUARD_PEER"] == "prefer"
+    assert pods_of(resources) == pods_of(built(DEPLOY / "kubernetes/overlays" / overlay))
+    assert [r["metadata"]["name"] for r in resources if r["kind"] == "PodMonitor"] == ["sglang"]
+    if overlay == "rdma":
+        for pod in servers(with_components("unguarded")).values():
+            assert pod["hostNetwork"] and not [arg for arg in pod["containers"][0]["args"] if "guard" in arg]
 
 
 @needs_kubectl
@@ -129,14 +153,16 @@ def test_the_chart_is_the_base():
 
 def test_the_chart_takes_its_values():
     given = {"replicas": 0, "args": ["--tp-size=2"], "resources": {"limits": {"nvidia.com/gpu": "2"}}, "pod": {"hostNetwork": True}}
+    given |= {"env": [{"name": "A", "value": "b"}], "container": {"securityContext": {"runAsUser": 0}}}
     resources = charted(model="m", context=100, peer="prefer", image="i:1", prefill=given)
     (settings,) = [r["data"] for r in resources if r["kind"] == "ConfigMap"]
-    assert settings == {"MODEL": "m", "CONTEXT": "100", "BACKEND": "mooncake", "PEER": "prefer"}
+    assert settings == {"MODEL": "m", "CONTEXT": "100", "BACKEND": "mooncake", "SGLANG_PD_GUARD_PEER": "prefer"}
     deployments = {r["metadata"]["name"]: r["spec"] for r in resources if r["kind"] == "Deployment"}
     pod = deployments["prefill"]["template"]["spec"]
     (container,) = pod["containers"]
     assert (deployments["prefill"]["replicas"], pod["hostNetwork"], container["resources"]) == (0, True, given["resources"])
     assert container["args"][-1] == "--tp-size=2" and "--enable-pd-guard" in container["args"]
+    assert container["securityContext"] == {"runAsUser": 0} and [entry["name"] for entry in container["env"]] == ["SGLANG_HOST_IP", "A"]
     decode = deployments["decode"]["template"]["spec"]
     assert "hostNetwork" not in decode and "--tp-size=2" not in decode["containers"][0]["args"]
     assert all(spec["template"]["spec"]["containers"][0]["image"] == "i:1" for spec in deployments.values())
@@ -145,6 +171,11 @@ def test_the_chart_takes_its_values():
         return {r["spec"]["template"]["metadata"]["annotations"]["checksum/settings"] for r in charted(**values) if r["kind"] == "Deployment"}
 
     assert len(sums(model="m", context=100) | sums(model="m", context=100, peer="prefer")) == 2
+
+
+def test_the_chart_can_leave_the_guard_out():
+    text = json.dumps(servers(charted(model="m", context=100, guard=False)))
+    assert "--enable-metrics" in text and "--enable-pd-guard" not in text
 
 
 @pytest.mark.parametrize("values", [{}, {"model": "m"}, {"model": "m", "context": 1, "peer": "none"}, {"model": "m", "context": 1, "decode": {"replica": 2}}])

@@ -193,6 +193,17 @@ def test_the_documentation_shows_the_tables():
     assert documented("weaknesses", "docs/tools.md") == known.weaknesses_table()
 
 
+def test_settings_that_count_beside_the_flag_are_checked(tree):
+    (problem,) = doctor.examine(Source(tree), {"SGLANG_PD_GUARD_PEER": "prefr"}, OURS).problems
+    assert "peer must be one of require, prefer" in problem
+
+
+def test_a_module_that_is_no_python(tree):
+    (tree / "srt" / "managers" / "scheduler.py").write_text("def broken(:")
+    report = doctor.examine(Source(tree), {}, OURS)
+    assert any("has no class Scheduler" in problem for problem in report.problems), report.problems
+
+
 def test_the_command(tree, monkeypatch, capsys):
     from sglang_pd_guard.cli.main import main
 
@@ -209,6 +220,8 @@ def test_the_command(tree, monkeypatch, capsys):
     edit(tree, "srt.managers.scheduler", "def on_idle(", "def idle(")
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"]
+    monkeypatch.setattr(Source, "find", classmethod(lambda cls: None))
+    assert main(["doctor"]) == 2
     with pytest.raises(SystemExit) as usage:
         main(["doctor", "--nonsense"])
     assert usage.value.code == 2

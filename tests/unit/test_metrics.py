@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pd_guard.telemetry import METRICS, PREFIX
+from sglang_pd_guard.guards import ownership, receipt
+from sglang_pd_guard.telemetry import AT_ZERO, METRICS, PREFIX
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/pd-guard.rules.yml"
@@ -39,6 +40,21 @@ def test_every_metric_has_a_help_text_and_stands_in_the_readme():
         shown = name + ("_total" if kind == "counter" else "")
         assert rows.pop(shown).split(", ") == list(labels), name
     assert not rows
+
+
+def test_what_increase_is_asked_of_is_there_at_zero():
+    """Else Prometheus does not see the first event."""
+    asked = {name for query in queries() for name in re.findall(rf"increase\({PREFIX}(\w+)_total", query)}
+    assert asked and asked <= set(AT_ZERO)
+    for name, sets in AT_ZERO.items():
+        assert all(len(labels) == len(METRICS[name][2]) - 1 for labels in sets), name
+    rules = {guard: {rule for g, rule in AT_ZERO["refused"] if g == guard} for guard in ("receipt", "ownership", "room")}
+    assert rules["receipt"] == {*re.findall(r"``(\w+)``", receipt.verify.__doc__.split("Returns:")[1]), "checksum"}
+    bindings = "".join(path.read_text() for path in (ROOT / "sglang_pd_guard/bindings").glob("*.py"))
+    beside = {"prefix", "other-rank", "plan"}
+    assert all(f': "{rule}"' in bindings for rule in beside)
+    assert rules["ownership"] == {ownership.FREED, ownership.UNWRITTEN, ownership.FOREIGN, ownership.STALE} | beside
+    assert rules["room"] == set(re.findall(r'"room", "([\w-]+)"', bindings)) | {"in-use"}
 
 
 def test_alerts_and_dashboard_ask_only_for_what_exists():

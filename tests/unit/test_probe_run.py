@@ -125,6 +125,13 @@ def test_healthy_traffic_alone():
     assert result.findings == [] and {r.kind for r in result.requests} == {"victim"}
 
 
+def test_a_report_that_cannot_be_written_is_told_before_the_attack(tmp_path, capsys):
+    from sglang_pd_guard.cli.main import main
+
+    assert main(["probe", "--url", "http://127.0.0.1:9", "--report", str(tmp_path / "none" / "report.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
 def test_without_a_limit_it_says_what_it_needs():
     with pytest.raises(CannotProbe, match="give --limit"):
         probed(limit=None)

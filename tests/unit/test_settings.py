@@ -47,6 +47,16 @@ def test_a_flag_wins_over_the_environment():
     assert parse("--pd-guard-mode", "enforce", env=env) == Settings("enforce", "prefer")
 
 
+def test_the_environment_counts_beside_the_flag():
+    env = {"SGLANG_PD_GUARD_PEER": "prefer", "SGLANG_PD_GUARD_CHECKSUM": "1"}
+    assert parse("--enable-pd-guard", env=env) == Settings(peer="prefer", checksum=True)
+    assert parse("--enable-pd-guard", env=env | {"SGLANG_PD_GUARD": "0"}) == Settings(peer="prefer", checksum=True)
+    assert parse("--enable-pd-guard", "--pd-guard-peer", "require", env=env) == Settings(checksum=True)
+    assert parse(env=env) is None
+    with pytest.raises(SettingsError, match="mode must be one of"):
+        parse("--enable-pd-guard", env={"SGLANG_PD_GUARD_MODE": "bogus"})
+
+
 def test_a_guard_flag_alone_is_refused():
     with pytest.raises(SettingsError, match="--pd-guard-mode without --enable-pd-guard"):
         parse("--pd-guard-mode", "observe")

@@ -67,6 +67,12 @@ def run_options(args: argparse.Namespace) -> Options:
     for name, most in (("duration", 3600), ("rate", 50), ("concurrency", 256)):
         if not 0 < getattr(args, name) <= most:
             raise CannotProbe(f"--{name} must be above 0 and at most {most}")
+    for path in (args.json, args.report):
+        if path is not None and str(path) != "-":
+            try:
+                path.open("a").close()  # now, for in the end there would be a result to lose
+            except OSError as error:
+                raise CannotProbe(f"cannot write {path}: {error.strerror}") from error
     if bool(args.prefill) != bool(args.decode):
         raise CannotProbe("--prefill and --decode go together")
     urls = [url.rstrip("/") if url else None for url in (args.url, args.prefill, args.decode)]

@@ -79,6 +79,14 @@ class NodeHandle(ServerProcess):
         reply.raise_for_status()
         return reply.text
 
+    def counter(self, name: str, **labels: str) -> float:
+        """The sum of the samples of one of the guard's metrics that have these labels."""
+        total = 0.0
+        for line in self.metrics().splitlines():
+            if line.startswith(f"sglang:pd_guard_{name}{{") and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
     def post(self, path: str, body: dict[str, Any], timeout: float = 10) -> Reply:
         """POST to this server."""
         return post(f"{self.url}{path}", body, timeout)

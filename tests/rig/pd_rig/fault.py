@@ -209,8 +209,10 @@ def stray_page() -> None:
     """Corrupt, once for each time that the control file appears, who owns a page that a running request is about to look at.
 
     Control file: ``row`` (its row of SGLang's map points at the same page of another request), ``freed`` (the page is freed
-    under it), ``lent`` (the next abort of another request gives the page back, and the next new request is given it) or
-    ``twice`` (the next two requests are given one page).
+    under it), ``lent`` (the next abort of another request gives the page back, and the next new request is given it),
+    ``twice`` (the next two requests are given one page), ``chunk`` (prefill: the row of a prompt points at a free page when its next chunk
+    comes) or ``retracted`` (the next request that is retracted has another's page in its row). A page that stands twice among the free
+    ones is logged.
     """
     import torch
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -243,6 +245,25 @@ def stray_page() -> None:
         state["done"] = True
         logger.warning("stray_page: %s of rid=%s", what, batch.reqs[0].rid)
 
+    def alloc_for_extend(result, batch):
+        size, rows = batch.tree_cache.page_size, batch.req_to_token_pool.req_to_token
+        for prefix, slot in zip(batch.prefix_lens, result[1].tolist(), strict=True):
+            if prefix > size and word("chunk"):
+                page = int(batch.token_to_kv_pool_allocator.free_pages[-1])
+                rows[slot, size : 2 * size] = page * size + torch.arange(size, dtype=rows.dtype, device=rows.device)
+                state["done"] = True
+                logger.warning("stray_page: chunk")
+
+    def release_req(original, batch, idx, *args, **kwargs):
+        if len(batch.reqs) > 1 and word("retracted"):
+            size, rows = batch.tree_cache.page_size, batch.req_to_token_pool.req_to_token
+            slots = [getattr(req, "kv", req) if not hasattr(req, "req_pool_idx") else req for req in batch.reqs]
+            one, other = slots[idx].req_pool_idx, slots[idx - 1].req_pool_idx
+            rows[one, :size] = rows[other, :size]
+            state["done"] = True
+            logger.warning("stray_page: retracted, of rid=%s", batch.reqs[idx].rid)
+        return original(batch, idx, *args, **kwargs)
+
     def release_kv_cache(result, req, *args, **kwargs):
         batch = state["batch"]
         if batch is None or not isinstance(req.finished_reason, FINISH_ABORT) or not word("lent"):
@@ -264,12 +285,17 @@ def stray_page() -> None:
             page = allocator.free_pages[:1]
             state["done"] = True
             logger.warning("stray_page: twice")
+        free = allocator.free_pages
+        if len(free.unique()) != len(free):
+            logger.error("stray_page: a page is free twice")
         if page is not None:
             state["given_back"] = None
             allocator.free_pages = torch.cat([page.to(allocator.free_pages.dtype), allocator.free_pages])
         return original(queue, req, *args, **kwargs)
 
     HookRegistry.register("sglang.srt.mem_cache.allocation.alloc_for_decode", alloc_for_decode, HookType.AFTER)
+    HookRegistry.register("sglang.srt.mem_cache.allocation.alloc_for_extend", alloc_for_extend, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.schedule_batch.ScheduleBatch.release_req", release_req, HookType.AROUND)
     HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", release_kv_cache, HookType.AFTER)
     HookRegistry.register("sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc", pre_alloc, HookType.AROUND)
 
