@@ -35,6 +35,8 @@ __all__ = ["Cluster", "NodeHandle", "Reply", "RigError", "run_concurrently"]
 
 HOST = "127.0.0.1"
 GUARD_FLAG = "--enable-pd-guard"
+#: SGLang's overlap scheduler, which is on by default there, makes a step on the CPU no faster and the order of events less sure.
+OVERLAP = os.environ.get("PD_RIG_OVERLAP") == "1"
 
 #: The rig's prefill is smaller than its decode on purpose.
 ALLOW_MISMATCH = "--pd-guard-allow-capacity-mismatch"
@@ -129,7 +131,7 @@ class Cluster:
         decode_env: Mapping[str, str | None] | None = None,
         log_dir: Path | None = None,
         quiet: bool = True,
-        overlap: bool = False,
+        overlap: bool = OVERLAP,
         warm_up: bool = True,
         start_timeout: float = 240.0,
         entry: Sequence[str] = ("-m", "sglang.launch_server"),
