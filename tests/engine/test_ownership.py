@@ -311,7 +311,7 @@ def test_mixed_traffic_alarms_nobody(clusters, version):
         while time.monotonic() < end:
             prompt = mine.choice(["", *systems]) + secret(mine.randrange(1, 900), mine)
             n, leaves = mine.choice([1, 24, 200]), mine.random() < 0.15
-            reply = cluster.complete(prompt, n, timeout=mine.uniform(0.05, 1) if leaves else 120)
+            reply = cluster.complete(prompt, n, timeout=mine.uniform(0.05, 1) if leaves else 60 * SOON)
             if reply.status == 200:
                 answered.append(reply)
             if (reply.status, reply.text) != (200, echo(prompt, n)) and not (leaves and reply.status is None):
