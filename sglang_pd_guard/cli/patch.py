@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.util
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +23,15 @@ from sglang_pd_guard.cli.unified_diff import FileDiff, PatchError, apply, parse,
 
 #: The series name files as SGLang's repository does.
 _PREFIX = "python/sglang/"
+#: What the plugin reads to know which patches are there: written last and taken off first, so that it never says too much.
+_MARKER = "_pd_guard_patches.py"
+_STAGED = ".pd-guard-new"
 
 PRISTINE, PATCHED, HALF_DONE, DRIFTED = "not patched", "patched", "half patched", "drifted"
 
 
 class Refused(Exception):
-    """Nothing was changed; the message says why."""
+    """The message says why, and in which state the files are if they were touched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,29 @@ class Target:
         relative = Path(name.removeprefix(_PREFIX))
         if not name.startswith(_PREFIX) or ".." in relative.parts:
             raise Refused(f"the series names a file outside the package: {name}")
+        if (self.package / relative).is_symlink():
+            raise Refused(f"{self.package / relative} is a symbolic link: name the folder that it leads to")
         return self.package / relative
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One run at a time."""
+        folder = os.open(self.package, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise Refused(f"another pd-guard patch is at work in {self.package}") from None
+        finally:
+            os.close(folder)
+
+    def sweep(self, series: Series) -> None:
+        """Removes what a run that was killed has left beside the files."""
+        folders = {self.path(name).parent for name in series.hashes}
+        for folder in folders:
+            for left in folder.glob(f".*{_STAGED}"):
+                left.unlink()
+        self._remove_empty([folder for folder in folders if folder.is_dir()])
 
     def read(self, name: str) -> bytes | None:
         try:
@@ -106,10 +131,14 @@ class Target:
             return DRIFTED, drifted
         return (HALF_DONE if len(seen) > 1 else seen.pop()), []
 
-    def write(self, changes: dict[str, bytes | None]) -> None:
-        """All files or none: new contents are written beside the old ones first; the swaps are undone if one fails."""
+    def write(self, changes: dict[str, bytes | None], old: dict[str, bytes | None]) -> None:
+        """All files or none: new contents are written beside the old ones first; the swaps are undone if one fails.
+
+        Args:
+            changes: name -> content; None for no file.
+            old: what the contents were made from. A file that has changed since is not overwritten.
+        """
         staged: dict[str, Path | None] = {}
-        old = {name: self.read(name) for name in changes}
         made: list[Path] = []
         swapped: list[str] = []
         try:
@@ -117,6 +146,8 @@ class Target:
                 made += _missing_folders(self.path(name).parent)
                 staged[name] = None if content is None else _stage(self.path(name), content)
             for name, temporary in staged.items():
+                if self.read(name) != old[name]:
+                    raise Refused(f"{self.path(name)} was changed meanwhile")
                 if temporary is None:
                     self.path(name).unlink(missing_ok=True)
                 else:
@@ -129,9 +160,8 @@ class Target:
                 self._restore(name, old[name])
             self._remove_empty(made)
             raise
-        for name, content in changes.items():
-            if content is None:
-                _forget_compiled(self.path(name))
+        for name in changes:
+            _forget_compiled(self.path(name))
         self._remove_empty([self.path(name).parent for name, content in changes.items() if content is None])
 
     def _restore(self, name: str, content: bytes | None) -> None:
@@ -177,6 +207,8 @@ def choose(target: Target, version: str | None) -> tuple[Series, str]:
     if fitting:
         return fitting[0]
     series = next((s for s in candidates if s.version == found), None)
+    if found is None:  # the one that most files fit
+        series = min(candidates, key=lambda s: len(target.state(s)[1]) / len(s.hashes), default=None)
     if series is None:
         known = ", ".join(s.version for s in all_series())
         raise Refused(f"{target.package}: no series for SGLang {found or '(version unknown)'}; there are {known}")
@@ -186,10 +218,10 @@ def choose(target: Target, version: str | None) -> tuple[Series, str]:
     raise Refused("\n".join(lines))
 
 
-def change(target: Target, series: Series, reverse: bool) -> dict[str, bytes | None]:
-    """The new contents of the files that have to change, each verified against the manifest."""
-    changes = {}
-    for name, (before, after) in series.hashes.items():
+def change(target: Target, series: Series, reverse: bool) -> tuple[dict[str, bytes | None], dict[str, bytes | None]]:
+    """The new contents of the files that have to change, each verified against the manifest, and the old ones."""
+    changes, old = {}, {}
+    for name, (before, after) in sorted(series.hashes.items(), key=lambda item: item[0].endswith(_MARKER) != reverse):
         goal = before if reverse else after
         content = target.read(name)
         if _hash(content) == goal:
@@ -197,12 +229,12 @@ def change(target: Target, series: Series, reverse: bool) -> dict[str, bytes | N
         new = series.transform(name, content, reverse)
         if _hash(new) != goal:
             raise Refused(f"{name}: the patched content is not what manifest.json states")
-        changes[name] = new
-    return changes
+        changes[name], old[name] = new, content
+    return changes, old
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "exit status: 0 done, or patched; 1 (check) not or half patched; 2 refused, nothing was changed"
+    parser.epilog = "exit status: 0 done, or patched; 1 (check) not or half patched; 2 refused: the message says why"
     parser.add_argument("action", choices=("apply", "check", "revert"))
     parser.add_argument(
         "--target",
@@ -217,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         return _run(args)
-    except (Refused, OSError) as error:
+    except (Refused, PatchError, OSError) as error:
         print(f"pd-guard patch: refused: {error}", file=sys.stderr)
         return 2
 
@@ -231,19 +263,20 @@ def _run(args: argparse.Namespace) -> int:
         return 0 if state == PATCHED else 1
     reverse = args.action == "revert"
     goal = PRISTINE if reverse else PATCHED
-    changes = change(target, series, reverse)
-    if not changes:
-        print(f"{about}: {goal} already")
-        return 0
     if args.dry_run:
+        changes, _ = change(target, series, reverse)
         for name, content in changes.items():
             print(f"would {'delete' if content is None else 'write'} {target.path(name)}")
-        return 0
-    target.write(changes)
-    state, drifted = target.state(series)
-    if state != goal:
-        raise Refused(f"{about}: {state} after writing: {', '.join(drifted)}")
-    print(f"{about}: {goal} now ({len(changes)} files)")
+    else:
+        with target.locked():
+            target.sweep(series)
+            changes, old = change(target, series, reverse)
+            target.write(changes, old)
+            state, drifted = target.state(series)
+        if state != goal:
+            raise Refused(f"{about}: {state} after writing: {', '.join(drifted)}")
+    if not changes or not args.dry_run:
+        print(f"{about}: {goal} {f'now ({len(changes)} files)' if changes else 'already'}")
     return 0
 
 
@@ -285,18 +318,24 @@ def _hash(content: bytes | None) -> str | None:
 
 
 def _stage(path: Path, content: bytes) -> Path:
-    """Writes `content` beside `path`, with its mode; a rename then replaces a hard link, never what it points to."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Writes `content` beside `path`, with its mode and owner (a new file: those of its folder); a rename then replaces a hard link,
+    never what it points to.
+    """
+    staged = path.with_name(f".{path.name}{_STAGED}")
+    like, mode = (path.stat(), path.stat().st_mode & 0o777) if path.exists() else (path.parent.stat(), 0o644)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(staged, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
+            if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+                with contextlib.suppress(PermissionError):  # only root may
+                    os.fchown(file.fileno(), like.st_uid, like.st_gid)
+            os.fchmod(file.fileno(), mode)
     except BaseException:
-        os.unlink(name)
+        staged.unlink(missing_ok=True)
         raise
-    return Path(name)
+    return staged
 
 
 def _missing_folders(folder: Path) -> list[Path]:

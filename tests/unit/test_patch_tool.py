@@ -231,6 +231,82 @@ def test_a_wrong_manifest_writes_nothing(package, capsys):
     assert content(package) == before
 
 
+@pytest.mark.parametrize("action", ["apply", "revert"])
+def test_what_a_killed_run_has_left_goes_with_the_next(package, action):
+    pristine = content(package)
+    (package / "srt/.a.py.pd-guard-new").write_text("half of it")
+    (package / "test/new").mkdir(parents=True)
+    (package / "test/new/.t.py.pd-guard-new").write_text("")
+    assert run(action, package) == 0
+    assert not list(package.rglob("*.pd-guard-new"))
+    assert run("revert", package) == 0
+    assert content(package) == pristine
+
+
+def test_one_run_at_a_time(package, capsys):
+    with tool.Target(str(package)).locked():
+        assert run("apply", package) == 2
+    assert "another pd-guard patch is at work" in capsys.readouterr().err
+    assert run("apply", package) == 0
+
+
+def test_an_edit_meanwhile_is_not_lost(package, monkeypatch, capsys):
+    edited, stage = BEFORE["srt/b.py"] + "an edit\n", tool._stage
+
+    def stage_and_edit(path, *args):
+        if path.name == "b.py":
+            path.write_text(edited)
+        return stage(path, *args)
+
+    monkeypatch.setattr(tool, "_stage", stage_and_edit)
+    assert run("apply", package) == 2
+    assert "b.py was changed meanwhile" in capsys.readouterr().err
+    assert {n: (package / n).read_text() for n in BEFORE} == BEFORE | {"srt/b.py": edited}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_the_owner_stays(package):
+    os.chown(package / "srt/a.py", 65534, 65534)
+    assert run("apply", package) == 0 and run("revert", package) == 0
+    assert (package / "srt/a.py").stat().st_uid == 65534
+
+
+def test_a_symbolic_link_is_refused(package, tmp_path, capsys):
+    shutil.move(package / "srt/b.py", tmp_path / "b.py")
+    (package / "srt/b.py").symlink_to(tmp_path / "b.py")
+    assert run("apply", package) == 2
+    assert "b.py is a symbolic link" in capsys.readouterr().err
+
+
+def test_no_compiled_file_outlives_its_source(package):
+    compiled = package / "srt/__pycache__/a.cpython-311.pyc"
+    compiled.parent.mkdir()
+    compiled.write_text("")
+    assert run("apply", package) == 0
+    assert not compiled.exists()
+
+
+def test_a_series_that_cannot_be_read_is_refused(package, capsys):
+    (tool.series_folder() / "1.0/0001-first.patch").write_text("diff --git a/python/sglang/srt/a.py b/python/sglang/srt/a.py\n@@ nonsense\n")
+    assert run("check", package) == 2
+    assert "refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", SHIPPED)
+def test_the_marker_never_says_too_much(version, tmp_path):
+    """The plugin reads it: it is the last to come and the first to go."""
+    if reason := why_missing(version):
+        pytest.skip(reason)
+    series = tool.Series.load(tool.series_folder() / version)
+    copy = tmp_path / "sglang"
+    shutil.copytree(overlay(version) / "sglang/srt", copy / "srt", ignore=shutil.ignore_patterns("__pycache__"))
+    target = tool.Target(str(copy))
+    changes, old = tool.change(target, series, reverse=False)
+    assert list(changes)[-1].endswith("_pd_guard_patches.py")
+    target.write(changes, old)
+    assert next(iter(tool.change(target, series, reverse=True)[0])).endswith("_pd_guard_patches.py")
+
+
 @pytest.mark.parametrize("version", SHIPPED)
 def test_shipped_series(version, tmp_path):
     """On the published files that it touches: applied, they are what the manifest says; taken off, every byte is back.
