@@ -222,7 +222,7 @@ def test_fail_closed_a_server_whose_plugin_is_missing_does_not_start(patched, ve
     env = {"SGLANG_PLUGINS": "missing", "SGLANG_PLUGINS_FAIL_CLOSED": "1"}
     run = python(patched(version), version, *launch, **env)
     assert run.returncode != 0
-    assert "SGLANG_PLUGINS names missing: not installed" in run.stderr
+    assert "SGLANG_PLUGINS names missing: not loaded" in run.stderr
 
 
 def _names(folder: Path) -> tuple[str, ...]:
