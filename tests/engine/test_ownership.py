@@ -114,7 +114,7 @@ def test_a_running_request_loses_a_page(clusters, version, word, pair):
 
 
 @pytest.mark.parametrize("version", ["0.5.18", *OLDER[1:], pytest.param("0.5.23", marks=pytest.mark.full)], indirect=True)
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("cached", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_prompt_loses_a_page_between_two_chunks(clusters, version, cached):
     """On prefill: the prompt alone ends, on both nodes, and every page comes back."""
     flags = ["--chunked-prefill-size", "512", *([] if cached else ["--disable-radix-cache"])]

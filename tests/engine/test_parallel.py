@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from pd_rig.client import run_concurrently
 from pd_rig.model import echo
 from pd_rig.traffic import LATE_WRITES, SOON, aborts, attack, healthy, late_write, same_room, secret
 
@@ -14,6 +15,19 @@ TWO = {
     "one": [],
 }
 full = pytest.mark.full
+
+
+def of_two(clusters, version, prefill, decode):
+    return clusters(
+        version,
+        guard=True,
+        layers=2 if "pp" in (prefill, decode) else 1,
+        env=LATE_WRITES | {"PD_RIG_FAULT": "slow_write,stray_page", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        prefill_args=TWO[prefill],
+        decode_args=[*TWO[decode], "--num-reserved-decode-tokens", "16"],
+        prefill_tokens=2048,
+        decode_tokens=2560,
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,5 +75,29 @@ def test_two_ranks(clusters, version, prefill, decode):
     assert wrong == []
     assert answered > 8
     cluster.wait_idle(30)
+    for node in cluster.nodes:
+        assert "pd-guard fault" not in node.log_text()
+
+
+@pytest.mark.parametrize("version", ["0.5.23", pytest.param("0.5.19", marks=full)], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_loses_a_page(clusters, version, rank):
+    """A row of one rank's map points at another request's page: that request alone ends, on both ranks, and every page comes back."""
+    cluster = of_two(clusters, version, "tp", "tp")
+    rng = random.Random(rank)
+    prompts = [secret(200, rng) for _ in range(2)]
+    control = cluster.fault_dir / "stray_page"
+    control.write_text(f"row {rank}")
+    replies = run_concurrently([lambda p=p: cluster.complete(p, 300, timeout=60) for p in prompts])
+    control.unlink()
+    failed = [reply for reply in replies if reply.status != 200]
+    assert [(reply.status, reply.text) for reply in failed] == [(500, None)], replies
+    rule = "other-rank" if rank else "foreign"  # by what the first rank, which answers, has seen
+    assert f"a KV page of this request is not its own (rule {rule})" in failed[0].error
+    for reply, prompt in zip(replies, prompts, strict=True):
+        if reply is not failed[0]:
+            assert (reply.status, reply.text) == (200, echo(prompt, 300))
+    cluster.wait_idle()
+    assert healthy(cluster, 10) == []
     for node in cluster.nodes:
         assert "pd-guard fault" not in node.log_text()

@@ -211,10 +211,11 @@ def stray_page() -> None:
     Control file: ``row`` (its row of SGLang's map points at the same page of another request), ``freed`` (the page is freed
     under it), ``lent`` (the next abort of another request gives the page back, and the next new request is given it),
     ``twice`` (the next two requests are given one page), ``chunk`` (prefill: the row of a prompt points at a free page when its next chunk
-    comes) or ``retracted`` (the next request that is retracted has another's page in its row). A page that stands twice among the free
-    ones is logged.
+    comes) or ``retracted`` (the next request that is retracted has another's page in its row). A number after the word: on that tensor
+    parallel rank only. A page that stands twice among the free ones is logged.
     """
     import torch
+    from sglang.srt.distributed import get_tensor_model_parallel_rank
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -225,6 +226,7 @@ def stray_page() -> None:
         if words is None:
             state["done"] = False
         found = words and words[0] in which and not state["done"]
+        found = found and (len(words) == 1 or int(words[1]) == get_tensor_model_parallel_rank())
         return words[0] if found else None
 
     def alloc_for_decode(result, batch, token_per_req):
