@@ -215,7 +215,7 @@ def stray_page() -> None:
     parallel rank only. A page that stands twice among the free ones is logged.
     """
     import torch
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
+    from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -324,5 +324,8 @@ def load() -> None:
             raise SystemExit(f"PD_RIG_FAULT: no fault {name!r}, there are {', '.join(sorted(FAULTS))}")
         if "PD_RIG_FAULT_DIR" not in os.environ:
             raise SystemExit("PD_RIG_FAULT is set, PD_RIG_FAULT_DIR is not")
-        FAULTS[name]()
+        try:
+            FAULTS[name]()
+        except Exception as error:  # SGLang logs a plugin's error and goes on, and the test would see a healthy server
+            raise SystemExit(f"PD_RIG_FAULT: {name} can't be armed: {error!r}") from error
         logger.warning("fault armed: %s", name)
