@@ -24,7 +24,7 @@ def owned(node) -> dict[str, float]:
     return {kind: float(number) for kind, number in found}
 
 
-BOTH = pytest.mark.parametrize("version", ["0.5.18", "0.5.23"], indirect=True)
+BOTH = pytest.mark.parametrize("version", [pytest.param("0.5.18", marks=pytest.mark.full), "0.5.23"], indirect=True)
 
 
 @BOTH
