@@ -28,7 +28,7 @@ _HERE = Path(__file__).parent
 #: The oldest that is supported and the newest.
 CORE = ("0.5.12.post1", "0.5.23")
 #: Those between which SGLang changed what the guard stops.
-EACH = ("0.5.12.post1", "0.5.18", "0.5.19", "0.5.23")
+EACH = ("0.5.12.post1", "0.5.19", "0.5.23")
 
 
 def pytest_addoption(parser):
